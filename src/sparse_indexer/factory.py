@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which backend runs where: the only place that asks which GPU this is."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from sparse_indexer.backends.mask import MaskIndexer
+from sparse_indexer.errors import BackendUnavailable, describe, mismatch
+from sparse_indexer.protocol import CandidateIndexer
+
+_log = logging.getLogger("sparse_indexer")
+
+
+class BackendSpec(NamedTuple):
+    """One row of the support matrix."""
+
+    capabilities: str  # compute capabilities it is for, in words
+    runs_on: Callable[[tuple[int, int]], bool]  # (major, minor) -> is it for this GPU
+    make: Callable[..., CandidateIndexer] | None  # None: not in this release
+
+
+BACKENDS: dict[str, BackendSpec] = {
+    "sm100": BackendSpec("10.x", lambda cc: cc[0] == 10, None),
+    "sm90": BackendSpec("9.0", lambda cc: cc[0] == 9, None),
+    "sm80": BackendSpec("8.x, 10.x, 12.x", lambda cc: cc[0] in (8, 10, 12), None),
+    "sm70": BackendSpec("7.0, 7.5", lambda cc: cc in ((7, 0), (7, 5)), None),
+    "mask": BackendSpec("any, CPU too", lambda cc: True, MaskIndexer),
+}
+"""By name, in the order in which `auto` tries them."""
+
+
+def make_candidate_indexer(
+    device: torch.device | str,
+    *,
+    topk: int = 512,
+    topk_blocks: int = 2048,
+    memory_budget: int = 256 << 20,
+    backend: str = "auto",
+) -> CandidateIndexer:
+    """Make the indexer for the tensors of one device.
+
+    Args:
+        device: the device of the tensors, `"cuda"` meaning the current one.
+        topk: positions a row selects.
+        topk_blocks: blocks of 8 positions a row publishes.
+        memory_budget: bytes of scratch, at most.
+        backend: a name of the support matrix, or `"auto"`: the fastest one that can run there.
+            What `auto` chose is logged once per device, at level INFO of `sparse_indexer`.
+
+    Raises:
+        ValueError: an unknown backend or device, or an option out of range.
+        BackendUnavailable: the named backend cannot run there; the message says why and what to do.
+    """
+    if backend != "auto" and backend not in BACKENDS:
+        raise mismatch("backend", " or ".join(map(repr, ("auto", *BACKENDS))), describe(backend))
+    where = _resolve(device)
+    for name in BACKENDS if backend == "auto" else (backend,):
+        reason = why_not(name, where)
+        if reason is None:
+            break
+        if backend != "auto":
+            raise BackendUnavailable(f"{name}: {reason}")
+    make = BACKENDS[name].make
+    assert make is not None
+    indexer = make(where, topk=topk, topk_blocks=topk_blocks, memory_budget=memory_budget)
+    if backend == "auto":
+        _log_choice(name, str(where))
+    return indexer
+
+
+def why_not(name: str, device: torch.device) -> str | None:
+    """Why backend `name` cannot run on `device`, with the fix; `None` if it can."""
+    spec = BACKENDS[name]
+    if name == "mask":
+        return None
+    if device.type != "cuda":
+        return f"needs an NVIDIA GPU, the device is {device}: use backend='mask'"
+    capability = torch.cuda.get_device_capability(device)
+    if not spec.runs_on(capability):
+        have = f"{device} has {capability[0]}.{capability[1]}"
+        return f"is for compute capability {spec.capabilities}, {have}: use backend='auto'"
+    if spec.make is None:
+        return "is not in this release: use backend='mask'"
+    return None
+
+
+def _resolve(device: torch.device | str) -> torch.device:
+    try:
+        where = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise mismatch("device", "a torch device", describe(device)) from error
+    if where.type == "cuda":
+        count = torch.cuda.device_count()
+        if not count:
+            raise mismatch("device", "an NVIDIA GPU that torch can use, or 'cpu'", str(where))
+        index = torch.cuda.current_device() if where.index is None else where.index
+        if index >= count:
+            raise mismatch("device", f"cuda:0 to cuda:{count - 1}", str(where))
+        where = torch.device("cuda", index)
+    return where
+
+
+@cache
+def _log_choice(name: str, device: str) -> None:
+    _log.info("backend %s on %s", name, device)

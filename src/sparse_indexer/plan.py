@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prefill plan: what a forward pass knows about its rows, shared by all layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import msgspec
+import torch
+
+from sparse_indexer.errors import describe, expect_int, expect_tensor, mismatch
+from sparse_indexer.formats import INT32_MAX
+
+_INT32 = (torch.int32,)
+
+
+class PrefillPlan(msgspec.Struct, frozen=True, eq=False, kw_only=True):
+    """Which positions each row of a forward pass may see, and where their keys are.
+
+    Made once a forward by `plan_prefill`, or directly from device tensors an engine already has.
+
+    Raises:
+        ValueError: a wrong shape, dtype, device or length; on a CPU also a wrong value. On a GPU
+            reading the values would synchronize: `check()` does it on request.
+    """
+
+    compressed_lens: torch.Tensor
+    """`[rows]` int32: positions the row may see, `(token position + 1) // ratio`."""
+    request_of_row: torch.Tensor
+    """`[rows]` int32: the row's request; any mapping."""
+    rows_per_request: list[int]
+    """Host, `[requests]`: rows of each request."""
+    context_lens: list[int]
+    """Host, `[requests]`: at least the most positions that any row of the request sees."""
+    page_table: torch.Tensor | None = None
+    """`[requests, max_pages]` int32: pages of each request in the index-K pool; slots past its
+    last position hold anything. `None`: keys are flat."""
+    key_starts: torch.Tensor | None = None
+    """`[requests]` int32: first column of each request in flat keys. `None`: keys are paged."""
+    request_starts: torch.Tensor | None = None
+    """`[requests]` int32: added to a request's selected positions. `None`: nothing is added, the
+    positions written are request-relative."""
+
+    def __post_init__(self) -> None:
+        lens = expect_tensor("compressed_lens", self.compressed_lens, ("rows",), _INT32)
+        rows, device = len(lens), lens.device
+        expect_tensor("request_of_row", self.request_of_row, (rows,), _INT32, device)
+        for name in ("rows_per_request", "context_lens"):
+            _expect_host_ints(name, getattr(self, name))
+        requests = len(self.rows_per_request)
+        if sum(self.rows_per_request) != rows:
+            got = f"a sum of {sum(self.rows_per_request)}"
+            raise mismatch("rows_per_request", f"a sum of {rows} rows", got)
+        if len(self.context_lens) != requests:
+            got = f"{len(self.context_lens)} values"
+            raise mismatch("context_lens", f"{requests} values, one a request", got)
+        if (self.page_table is None) == (self.key_starts is None):
+            both = "both" if self.page_table is not None else "neither"
+            raise mismatch("page_table, key_starts", "exactly one of the two", both)
+        if self.page_table is not None:
+            shape = (requests, "max_pages")
+            expect_tensor("page_table", self.page_table, shape, _INT32, device)
+        for name in ("key_starts", "request_starts"):
+            if getattr(self, name) is not None:
+                expect_tensor(name, getattr(self, name), (requests,), _INT32, device)
+        if device.type == "cpu":
+            self.check()
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the plan."""
+        return len(self.compressed_lens)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests of the plan, those without rows included."""
+        return len(self.rows_per_request)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the plan's tensors are."""
+        return self.compressed_lens.device
+
+    def check(self) -> None:
+        """Check the values, too. Synchronizes with the device.
+
+        Raises:
+            ValueError: a row's request or length is out of range, or `rows_per_request` does not
+                count `request_of_row`.
+        """
+        if not self.num_rows:
+            return
+        requests = self.request_of_row.cpu()
+        bad = (requests < 0) | (requests >= self.num_requests)
+        _refuse_first("request_of_row", bad, requests, f"0 to {self.num_requests - 1}")
+        counts = torch.bincount(requests, minlength=self.num_requests).tolist()
+        if counts != self.rows_per_request:
+            got = str(self.rows_per_request)
+            raise mismatch("rows_per_request", f"the counts of request_of_row, {counts}", got)
+        lens = self.compressed_lens.cpu()
+        limit = torch.tensor(self.context_lens)[requests.long()]
+        within = "0 to the context_lens of its request"
+        _refuse_first("compressed_lens", (lens < 0) | (lens > limit), lens, within)
+
+    def rows_by_request(self) -> torch.Tensor:
+        """`[rows]` int64: row indices, request after request, ascending within each."""
+        return torch.argsort(self.request_of_row, stable=True)
+
+    def tail_rows(self, tail_lens: Sequence[int]) -> torch.Tensor:
+        """`[sum(tail_lens)]` int64, ascending: the last `tail_lens[i]` rows of each request i.
+
+        Raises:
+            ValueError: not one length a request, or a length beyond the request's rows.
+        """
+        if len(tail_lens) != self.num_requests:
+            got = f"{len(tail_lens)} values"
+            raise mismatch("tail_lens", f"{self.num_requests} values, one a request", got)
+        by_request = self.rows_by_request()
+        kept = []
+        ends = accumulate(self.rows_per_request)
+        for i, (end, rows) in enumerate(zip(ends, self.rows_per_request, strict=True)):
+            tail = expect_int(f"tail_lens[{i}]", tail_lens[i], 0, rows)
+            kept.append(by_request[end - tail : end])
+        return torch.cat(kept).sort().values if kept else by_request
+
+    def tail(self, tail_lens: Sequence[int]) -> PrefillPlan:
+        """The plan of `tail_rows(tail_lens)` alone; requests and their keys stay as they are.
+
+        Raises:
+            ValueError: as `tail_rows`.
+        """
+        rows = self.tail_rows(tail_lens)
+        return PrefillPlan(
+            compressed_lens=self.compressed_lens[rows],
+            request_of_row=self.request_of_row[rows],
+            rows_per_request=list(tail_lens),
+            context_lens=self.context_lens,
+            page_table=self.page_table,
+            key_starts=self.key_starts,
+            request_starts=self.request_starts,
+        )
+
+
+def _expect_host_ints(argument: str, value: object) -> None:
+    if not isinstance(value, list):
+        raise mismatch(argument, "a list of ints on the host", describe(value))
+    for i, item in enumerate(value):
+        expect_int(f"{argument}[{i}]", item, 0, INT32_MAX)
+
+
+def _refuse_first(argument: str, bad: torch.Tensor, values: torch.Tensor, expected: str) -> None:
+    if bad.any():
+        row = int(bad.nonzero()[0])
+        raise mismatch(f"{argument}[{row}]", expected, str(int(values[row])))

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what an engine has to a `PrefillPlan`, with one host-to-device copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sparse_indexer.errors import expect_int, expect_tensor, mismatch
+from sparse_indexer.formats import INT32_MAX
+from sparse_indexer.plan import PrefillPlan
+
+HostInts = Sequence[int] | npt.NDArray[np.integer] | torch.Tensor  # 1-D, on the host
+
+_Array = npt.NDArray[np.int64]
+_INTS = (torch.int32, torch.int64)
+
+
+def plan_prefill(
+    positions: HostInts,
+    rows_per_request: HostInts,
+    *,
+    compress_ratio: int = 1,
+    device: torch.device | str | None = None,
+    page_table: torch.Tensor | None = None,
+    row_page_table: torch.Tensor | None = None,
+    key_starts: HostInts | None = None,
+    request_of_row: HostInts | None = None,
+    context_lens: HostInts | None = None,
+    request_starts: HostInts | None = None,
+) -> PrefillPlan:
+    """Make a plan from what an engine has, with one host-to-device copy.
+
+    Args:
+        positions: `[rows]` token position of each row in its request, from 0; -1 for a padding
+            row, which sees nothing. On the host, or on the GPU; then give `context_lens`, too.
+        rows_per_request: `[requests]` host: rows of each request.
+        compress_ratio: tokens a compressed position stands for; a row sees
+            `(token position + 1) // compress_ratio` positions.
+        device: of the plan; default: that of a page table, else of `positions`, else the CPU.
+        page_table: `[requests, max_pages]` int32 or int64, on `device` or the host: pages of each
+            request in the index-K pool.
+        row_page_table: `[rows, max_pages]`: the same, row by row, all rows of a request alike.
+        key_starts: `[requests]` host: with flat keys, the first column of each request; default:
+            requests packed one after the other by `context_lens`.
+        request_of_row: `[rows]` host: the request of each row; default: consecutive rows.
+        context_lens: `[requests]` host: compressed positions of each request's keys; default: the
+            most that any of its rows sees.
+        request_starts: `[requests]` host: added to a request's selected positions.
+
+    Raises:
+        ValueError: a wrong shape, dtype, device, length or value; more than one of `page_table`,
+            `row_page_table`, `key_starts`; no `context_lens` with `positions` on a GPU.
+    """
+    ratio = expect_int("compress_ratio", compress_ratio, 1)
+    given = [t for t in (page_table, row_page_table, key_starts) if t is not None]
+    if len(given) > 1:
+        one = "at most one of the three"
+        raise mismatch("page_table, row_page_table, key_starts", one, f"{len(given)} of them")
+    where = _plan_device(device, page_table, row_page_table, positions)
+    counts = _host_ints("rows_per_request", rows_per_request)
+    requests = _row_requests(request_of_row, counts)
+    staged: dict[str, _Array] = {"request_of_row": requests}
+
+    on_device = isinstance(positions, torch.Tensor) and positions.device.type != "cpu"
+    if not on_device:
+        tokens = _host_ints("positions", positions, low=-1)
+        if len(tokens) != len(requests):
+            raise mismatch("positions", f"{len(requests)} values, one a row", f"{len(tokens)}")
+        staged["compressed_lens"] = (tokens + 1) // ratio
+    contexts = _contexts(context_lens, len(counts), requests, staged.get("compressed_lens"))
+    for name, starts in (("key_starts", key_starts), ("request_starts", request_starts)):
+        if starts is not None:
+            staged[name] = _host_ints(name, starts)
+    if page_table is None and row_page_table is None and key_starts is None:
+        staged["key_starts"] = np.cumsum(contexts) - contexts
+    table, name = page_table, "page_table"
+    if row_page_table is not None:
+        table, name = row_page_table, "row_page_table"
+        staged["first_row"] = _first_rows(requests, len(counts))
+    if table is not None:
+        shape = (len(counts) if name == "page_table" else len(requests), "max_pages")
+        expect_tensor(name, table, shape, _INTS)
+        if table.device != where:
+            if table.device.type != "cpu":
+                raise mismatch(name, f"a table on {where} or the host", table)
+            staged["table"] = table.flatten().numpy().clip(-1, INT32_MAX)
+
+    copied = _copy_to_device(staged, where)
+    if table is not None:
+        table = copied["table"].view(table.shape) if "table" in copied else table
+        table = table[copied["first_row"].long()] if "first_row" in copied else table
+        table = table.clamp(-1, INT32_MAX).to(torch.int32)
+    if on_device:
+        expect_tensor("positions", positions, (len(requests),), _INTS, where)
+        copied["compressed_lens"] = ((torch.as_tensor(positions) + 1) // ratio).to(torch.int32)
+    return PrefillPlan(
+        compressed_lens=copied["compressed_lens"],
+        request_of_row=copied["request_of_row"],
+        rows_per_request=counts.tolist(),
+        context_lens=contexts.tolist(),
+        page_table=table,
+        key_starts=copied.get("key_starts"),
+        request_starts=copied.get("request_starts"),
+    )
+
+
+def expand_index_page_table(
+    page_table: torch.Tensor, *, kv_page_size: int, index_page_size: int, compress_ratio: int = 1
+) -> torch.Tensor:
+    """The engine's KV page table in units of the index pool's pages.
+
+    A KV page of `kv_page_size` tokens holds `kv_page_size / compress_ratio` compressed positions,
+    that is `m` pages of the index pool: KV page p becomes index pages `p * m ... p * m + m - 1`.
+
+    Args:
+        page_table: `[requests, max_pages]` int32 or int64 KV page ids; unused slots hold anything.
+
+    Returns:
+        `[requests, max_pages * m]` int32; -1 where a KV page id is negative or its index pages do
+        not fit an int32.
+
+    Raises:
+        ValueError: a wrong shape or dtype, or a KV page that is not a whole number of index pages.
+    """
+    expect_tensor("page_table", page_table, ("requests", "max_pages"), _INTS)
+    per_page = expect_int("index_page_size", index_page_size, 8)
+    ratio = expect_int("compress_ratio", compress_ratio, 1)
+    if expect_int("kv_page_size", kv_page_size, 1) % (per_page * ratio):
+        want = f"a multiple of index_page_size * compress_ratio = {per_page * ratio}"
+        raise mismatch("kv_page_size", want, str(kv_page_size))
+    m = kv_page_size // (per_page * ratio)
+    first = page_table.to(torch.int64).clamp(-1, INT32_MAX)[..., None] * m
+    pages = first + torch.arange(m, device=page_table.device)
+    pages = torch.where((first >= 0) & (pages <= INT32_MAX), pages, torch.full_like(pages, -1))
+    return pages.flatten(1).to(torch.int32)
+
+
+def _plan_device(device: torch.device | str | None, *candidates: HostInts | None) -> torch.device:
+    """The explicit device (an index filled in), else that of the first tensor, else the CPU."""
+    if device is None:
+        tensors = [t for t in candidates if isinstance(t, torch.Tensor)]
+        return tensors[0].device if tensors else torch.device("cpu")
+    where = torch.device(device)
+    if where.type == "cuda" and where.index is None:
+        where = torch.device("cuda", torch.cuda.current_device())
+    return where
+
+
+def _host_ints(argument: str, values: HostInts, low: int = 0) -> _Array:
+    """1-D host integers of [low, INT32_MAX] as an int64 array."""
+    if isinstance(values, torch.Tensor) and values.device.type != "cpu":
+        raise mismatch(argument, "integers on the host", values)
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
+        got = f"shape {list(array.shape)} {array.dtype}"
+        raise mismatch(argument, "a 1-D sequence of integers", got)
+    outside = np.flatnonzero((array < low) | (array > INT32_MAX))
+    if outside.size:
+        first = int(outside[0])
+        raise mismatch(f"{argument}[{first}]", f"{low} to {INT32_MAX}", str(array[first]))
+    return array.astype(np.int64)
+
+
+def _row_requests(request_of_row: HostInts | None, counts: _Array) -> _Array:
+    """The request of each row, counted against rows_per_request."""
+    if request_of_row is None:
+        return np.repeat(np.arange(len(counts)), counts)
+    requests = _host_ints("request_of_row", request_of_row)
+    found = np.bincount(requests, minlength=len(counts))
+    if not np.array_equal(found, counts):
+        want = f"rows of each request as in rows_per_request, {counts.tolist()}"
+        raise mismatch("request_of_row", want, str(found.tolist()))
+    return requests
+
+
+def _contexts(
+    context_lens: HostInts | None, count: int, requests: _Array, lens: _Array | None
+) -> _Array:
+    """context_lens, defaulted and checked by what the rows see if that is known on the host."""
+    seen = np.zeros(count, np.int64)
+    if lens is not None:
+        np.maximum.at(seen, requests, lens)
+    if context_lens is None:
+        if lens is None:
+            raise mismatch("context_lens", "a list, as positions are on a GPU", "None")
+        return seen
+    contexts = _host_ints("context_lens", context_lens)
+    if len(contexts) != count:
+        raise mismatch("context_lens", f"{count} values, one a request", f"{len(contexts)}")
+    if (contexts < seen).any():
+        want = f"at least what the rows see, {seen.tolist()}"
+        raise mismatch("context_lens", want, str(contexts.tolist()))
+    return contexts
+
+
+def _first_rows(requests: _Array, count: int) -> _Array:
+    """The first row of each request; 0 for a request without rows, whose pages nobody reads."""
+    first = np.zeros(count, np.int64)
+    first[requests[::-1]] = np.arange(len(requests))[::-1]
+    return first
+
+
+def _copy_to_device(arrays: dict[str, _Array], device: torch.device) -> dict[str, torch.Tensor]:
+    """All arrays as int32 on `device`: one buffer, one copy, each array at a multiple of 16 bytes.
+
+    The staging buffer is this call's own, so the caller may change its arrays at once; torch keeps
+    it until the copy has run.
+    """
+    offsets, size = [], 0
+    for array in arrays.values():
+        offsets.append(size)
+        size += -(-array.size // 4) * 4
+    staging = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+    view = staging.numpy()
+    for offset, array in zip(offsets, arrays.values(), strict=True):
+        view[offset : offset + array.size] = array
+    buffer = staging.to(device, non_blocking=True)
+    return {
+        name: buffer[offset : offset + array.size]
+        for offset, (name, array) in zip(offsets, arrays.items(), strict=True)
+    }

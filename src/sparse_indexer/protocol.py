@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The protocol every backend obeys.
+
+The rules of a selection (bit for bit given the same logits):
+
+1. Used entries come first, ascending, unique, each visible to its row; the rest are -1. Exactly
+   `min(topk, candidates visible)` are used.
+2. Preference: larger logit, then lower position. -0.0 equals +0.0. A NaN logit counts as -inf; a
+   visible -inf position still beats an unused entry.
+3. A block's key is the max of its visible logits. The block of the row's last visible position is
+   always published, whatever the others hold. Ties: lower block id. A row with at most
+   `topk_blocks` blocks publishes all of them.
+4. A row that sees nothing selects nothing and publishes nothing.
+5. The result of a row depends on that row alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+import torch
+
+from sparse_indexer.errors import mismatch
+from sparse_indexer.inputs import PrefillIndexerInputs, PrefillPlan
+
+
+class Candidates(msgspec.Struct, frozen=True, eq=False):
+    """What a source layer publishes. Keep it alive and hand it back unread.
+
+    `blocks` and `num_rows` are for tests and integrators; everything else, and what a backend's
+    subclass adds, belongs to the backend that made it.
+    """
+
+    blocks: torch.Tensor
+    """`[rows, topk_blocks]` int32: ascending ids of the row's blocks of 8 positions, `INT32_MAX`
+    past the row's count."""
+    plan: PrefillPlan
+    """The plan of these rows."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows published."""
+        return self.plan.num_rows
+
+
+class CandidateIndexer(Protocol):
+    """A sparse-attention indexer for prefill.
+
+    All methods raise `ValueError` for a wrong shape, dtype, device or length; none of them reads
+    a device value back on the host, except those of the `mask` backend on a CPU.
+    """
+
+    name: str
+    """The backend's name, as `make_candidate_indexer` takes it."""
+    device: torch.device
+    topk: int
+    topk_blocks: int
+
+    def publish_prefill(
+        self, inputs: PrefillIndexerInputs, out_positions: torch.Tensor | None = None
+    ) -> Candidates:
+        """Source layer: score the visible context once, publish each row's best blocks.
+
+        Args:
+            inputs: the layer's inputs.
+            out_positions: `[rows, topk]` int32 or `None`. If given, the source's own selection is
+                written there: what `select_prefill` gives for the same inputs.
+        """
+        ...
+
+    def select_prefill(
+        self, candidates: Candidates, inputs: PrefillIndexerInputs, out_positions: torch.Tensor
+    ) -> None:
+        """Consumer layer: each row's best `topk` positions among its published blocks.
+
+        Args:
+            candidates: what the source published for these rows.
+            inputs: the consumer's own queries and weights, and the keys to score.
+            out_positions: `[rows, topk]` int32, fully written.
+        """
+        ...
+
+    def prefill_tail(self, candidates: Candidates, tail_lens: Sequence[int]) -> Candidates:
+        """Keep the last `tail_lens[i]` rows of each request i, in row order, without scoring.
+
+        What a publish of `PrefillPlan.tail(tail_lens)`'s rows would have given.
+        """
+        ...
+
+    def topk_prefill(self, inputs: PrefillIndexerInputs, out_positions: torch.Tensor) -> None:
+        """Full layer: each row's best `topk` of all visible positions, no candidates.
+
+        Args:
+            inputs: the layer's inputs.
+            out_positions: `[rows, topk]` int32, fully written.
+        """
+        ...
+
+
+def expect_candidates(
+    candidates: Candidates, inputs: PrefillIndexerInputs, device: torch.device
+) -> torch.Tensor:
+    """The candidates' blocks if they fit these inputs; `ValueError` if not."""
+    if not isinstance(candidates, Candidates):
+        raise mismatch("candidates", "Candidates", candidates)
+    if candidates.num_rows != inputs.plan.num_rows:
+        want = f"{inputs.plan.num_rows} rows, as the inputs have"
+        raise mismatch("candidates", want, f"{candidates.num_rows} rows")
+    if candidates.blocks.device != device:
+        raise mismatch("candidates", f"blocks on {device}", candidates.blocks)
+    return candidates.blocks
