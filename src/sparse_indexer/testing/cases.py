@@ -41,6 +41,11 @@ class CaseConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Positions of as many blocks as a row publishes."""
         return self.topk_blocks * BLOCK_SIZE
 
+    @property
+    def long(self) -> int:
+        """Positions beyond all published blocks and beyond topk."""
+        return max(self.full, self.topk) + 200
+
 
 class Case(msgspec.Struct, frozen=True, eq=False):
     """A source layer's inputs and a consumer layer's, with other queries over the same keys."""
@@ -79,7 +84,7 @@ def interleaved(c: CaseConfig) -> Case:
 def equal_logits(c: CaseConfig) -> Case:
     """All logits alike: the lowest positions and blocks win, and the newest block."""
     lens = [c.topk + 1, c.full, c.full + 1, c.full + 100]
-    return _dictated(c, [[7] * lens[-1]] * len(lens), lens)
+    return _dictated(c, [[7] * max(lens)] * len(lens), lens)
 
 
 def two_values(c: CaseConfig) -> Case:
@@ -93,14 +98,14 @@ def two_values(c: CaseConfig) -> Case:
 
 def close_logits(c: CaseConfig) -> Case:
     """Logits that differ in the last bits of fp32, all distinct, all in one bin of a histogram."""
-    width = min(c.full + 600, 60_000)
+    width = min(c.long, 60_000)
     rows = [[131072 + (n * step) % width for n in range(width)] for step in (7919, 104729)]
     return _dictated(c, rows, [width, width - 5])
 
 
 def future(c: CaseConfig) -> Case:
     """Logits that grow with the position: what a row must not see would win."""
-    width = c.full + 200
+    width = c.long
     lens = [1, 8, 9, c.topk, c.full - 1, c.full + 3, width - 9, width]
     return _dictated(c, [list(range(width))] * len(lens), lens)
 
@@ -125,9 +130,8 @@ def infinite_rivals(c: CaseConfig) -> Case:
 def minus_infinity(c: CaseConfig) -> Case:
     """All logits -inf: still as many positions as topk, the lowest."""
     lens = [5, c.topk + 88, c.full + 90]
-    queries, weights, keys = dictated(
-        [[1] * lens[-1]] * 3, c.format, heads=c.heads, device=c.device
-    )
+    ones = [[1] * max(lens)] * len(lens)
+    queries, weights, keys = dictated(ones, c.format, heads=c.heads, device=c.device)
     infinite = torch.where(weights > 0, -torch.inf, weights)
     return _single(c, queries, infinite, keys, lens)
 
@@ -135,7 +139,7 @@ def minus_infinity(c: CaseConfig) -> Case:
 def nans(c: CaseConfig) -> Case:
     """NaN keys at 83 % of the positions, and a row whose NaN weight makes all its logits NaN."""
     lens = [c.topk + 50, c.full + 5, c.full + 100, c.full + 200]
-    width = lens[-1]
+    width = max(lens)
     keys = palette_keys(width, c.format, seed=31, device=c.device)
     bad = (torch.rand(width, generator=torch.Generator().manual_seed(32)) < 0.83).to(c.device)
     if keys.scales is not None:
@@ -173,7 +177,7 @@ def normal(c: CaseConfig) -> Case:
     """Unit-normal queries and keys."""
     lens = [c.topk + 3, *(c.full + 37 * i for i in range(1, 8))]
     queries, weights = random_queries(len(lens), c.heads, c.format, seed=51, device=c.device)
-    keys = random_keys(lens[-1], c.format, seed=52, device=c.device)
+    keys = random_keys(max(lens), c.format, seed=52, device=c.device)
     source = _single(c, queries, weights, keys, lens).source
     consumer = random_queries(len(lens), c.heads, c.format, seed=53, device=c.device)
     return Case(source, with_queries(source, *consumer), exact=False)
@@ -181,6 +185,8 @@ def normal(c: CaseConfig) -> Case:
 
 def overlapping(c: CaseConfig) -> Case:
     """Consecutive rows that share 0.86 of their blocks, as on text; blocks are 1/4 of all."""
+    if c.topk_blocks < 4:
+        return normal(c)  # the newest block is most of what such rows have in common
     rows, width = 12, 4 * c.full
     keys = random_keys(width, c.format, seed=61, device=c.device)
     queries, weights = overlapping_queries(

@@ -103,11 +103,15 @@ def check_backend(
         case = CASES[name](config)
         selecting += int((case.source.plan.compressed_lens > indexer.topk).sum())
         run = _Run(indexer, case, 0.0 if case.exact else tolerance, own_logits)
-        for check, problem in run.problems():
+        where = f"{name}[{form}, {layout}, {count} heads]"
+        try:
+            for check, problem in run.problems():
+                checks += 1
+                if problem is not None:
+                    failures.append(Failure(where, check, problem))
+        except Exception as error:  # whatever a backend raises is a finding
             checks += 1
-            if problem is not None:
-                where = f"{name}[{form}, {layout}, {count} heads]"
-                failures.append(Failure(where, check, problem))
+            failures.append(Failure(where, "runs", f"{type(error).__name__}: {error}"))
     return Report(indexer.name, checks, failures, selecting)
 
 

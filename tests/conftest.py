@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all tests share: GPU tests are skipped, counted and named where there is no GPU."""
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
