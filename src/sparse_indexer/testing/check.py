@@ -139,15 +139,15 @@ class _Run:
     def problems(self) -> Iterator[tuple[str, str | None]]:
         """(check, problem or None), in an order that runs the indexer before the oracle."""
         source, consumer, indexer = self.case.source, self.case.consumer, self.indexer
-        own, problem = self._positions(source, None)
+        own, problem = self._positions(source)
         candidates = indexer.publish_prefill(source, own)
-        yield "publish: own positions stay in their buffer", problem()
-        selected, problem = self._positions(consumer, candidates)
+        yield "publish: own positions are well-formed", problem(candidates)
+        selected, problem = self._positions(consumer)
         indexer.select_prefill(candidates, consumer, selected)
-        yield "select: positions stay in their buffer", problem()
-        full, problem = self._positions(consumer, None)
+        yield "select: positions are well-formed", problem(candidates)
+        full, problem = self._positions(consumer)
         indexer.topk_prefill(consumer, full)
-        yield "topk: positions stay in their buffer", problem()
+        yield "topk: positions are well-formed", problem(None)
 
         yield from self._against_oracle(candidates, own, selected, full)
         yield from self._laws(candidates, own, selected)
@@ -155,15 +155,15 @@ class _Run:
             yield from self._against_own_logits(candidates, selected, full)
 
     def _positions(
-        self, inputs: PrefillIndexerInputs, candidates: Candidates | None
-    ) -> tuple[torch.Tensor, Callable[[], str | None]]:
+        self, inputs: PrefillIndexerInputs
+    ) -> tuple[torch.Tensor, Callable[[Candidates | None], str | None]]:
         """A poisoned out_positions inside a wider buffer, and the check of it afterwards."""
         rows, topk = inputs.plan.num_rows, self.indexer.topk
         shape = (rows + 1, topk + _GUARD_COLUMNS)
         buffer = torch.full(shape, _POISON, dtype=torch.int32, device=self.indexer.device)
         out = buffer[:rows, :topk]
 
-        def problem() -> str | None:
+        def problem(candidates: Candidates | None) -> str | None:
             if (buffer[rows:] != _POISON).any() or (buffer[:, topk:] != _POISON).any():
                 return "wrote outside out_positions"
             return positions_problem(out, inputs.plan, candidates)
