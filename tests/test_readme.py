@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The README's Python runs as it stands."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def run(block: str) -> dict:
+    namespace: dict = {}
+    exec(compile(block, "README.md", "exec"), namespace)
+    return namespace
+
+
+def test_the_score_is_the_librarys() -> None:
+    from sparse_indexer import FlatIndexK, IndexQ, PrefillIndexerInputs, plan_prefill
+
+    logit = run(BLOCKS[0])["logit"]
+    values = torch.randn(5, 128).to(torch.float8_e4m3fn)
+    k_scale = torch.rand(5)
+    q = torch.randn(2, 3, 128).to(torch.float8_e4m3fn)
+    w = torch.randn(2, 3)
+    plan = plan_prefill([4, 4], [2])
+    dense = PrefillIndexerInputs(plan, IndexQ(q), w, FlatIndexK(values, k_scale, "fp8"))
+    q, k = q.double(), values.double()
+    for r in range(2):
+        for n in range(5):
+            want = logit(q, w.double(), k, k_scale.double(), r, n)
+            assert float(dense.dense_scores()[r, n]) == pytest.approx(want, rel=1e-6)
+
+
+def test_the_attention_backend_example_selects() -> None:
+    made = run(BLOCKS[1])
+    assert made["indexer"].name == "mask"
+    positions = made["positions"]
+    assert (positions[:2] >= 0).all()
+    assert (positions[:2, 1:] > positions[:2, :-1]).all()
+    assert positions[2].tolist() == [*range(31), *[-1] * 33]
+    assert made["tail"].blocks.tolist() == made["candidates"].blocks[[1, 4]].tolist()
+
+
+def test_the_conformance_example_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    run(BLOCKS[2])
+    assert "mask: 0 of" in capsys.readouterr().out
+
+
+def test_the_support_matrix_is_the_factorys() -> None:
+    from sparse_indexer.factory import BACKENDS
+
+    states = dict(re.findall(r"^\| `(\w+)` \|.*\| (ready|not yet) \|$", README, re.MULTILINE))
+    want = {n: "not yet" if spec.make is None else "ready" for n, spec in BACKENDS.items()}
+    assert states == want
