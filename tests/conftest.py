@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all tests share: GPU tests are skipped, counted and named where there is no GPU."""
 
+import os
+
+# Read by OpenMP when torch loads; see sparse_indexer/__main__.py.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import pytest
 import torch
 

@@ -9,7 +9,7 @@ import torch
 from sparse_indexer.backends.mask import MaskIndexer
 from sparse_indexer.formats import INT32_MAX
 from sparse_indexer.inputs import IndexKPool, PrefillIndexerInputs, PrefillPlan, flat_index_k
-from sparse_indexer.plan_prefill import plan_prefill
+from sparse_indexer.planning import plan_prefill
 from sparse_indexer.protocol import Candidates
 from sparse_indexer.testing import (
     block_overlap,

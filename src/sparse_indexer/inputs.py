@@ -13,7 +13,7 @@ from sparse_indexer.errors import expect_tensor, mismatch
 from sparse_indexer.formats import HEAD_DIM
 from sparse_indexer.index_k import BLOCK_SIZE, FlatIndexK, IndexKPool, flat_index_k
 from sparse_indexer.plan import PrefillPlan
-from sparse_indexer.plan_prefill import expand_index_page_table, plan_prefill
+from sparse_indexer.planning import expand_index_page_table, plan_prefill
 
 __all__ = [
     "BLOCK_SIZE",

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: `demo` and `doctor`."""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+if TYPE_CHECKING:  # imported where used: `--help` needs none of it
+    from rich.console import Console
+
+    from sparse_indexer.demo import OnProgress
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # which would refill the table of a trace's keys
+    help="Sparse-attention indexers: see one work, and see which of them work here.",
+)
+
+_PROGRESS_AFTER = 1.5  # seconds
+
+
+class _DemoCommand(TyperCommand):
+    """Ends `demo --help`, and it alone, with the format of a trace."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        from sparse_indexer import trace
+
+        paragraphs = (trace.__doc__ or "").strip().split("\n\n")
+        self.epilog = "\n\n".join(f"\b\n{paragraph}" for paragraph in paragraphs)
+        super().format_help(ctx, formatter)
+
+
+@app.command(cls=_DemoCommand)
+def demo(
+    trace_file: Annotated[
+        Path | None, typer.Option("--input", metavar="FILE", help="A trace of your own.")
+    ] = None,
+    topk: Annotated[int, typer.Option(help="Positions that a row selects.")] = 64,
+    topk_blocks: Annotated[int, typer.Option(help="Blocks of 8 that a row publishes.")] = 128,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda or cuda:N; default: a GPU if there is one.")
+    ] = None,
+    backend: Annotated[str, typer.Option(help="One that doctor lists.")] = "auto",
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw what was selected: a PNG.")
+    ] = None,
+) -> None:
+    """Run an indexer on captured tensors and show its work."""
+    with _clean_errors():
+        from sparse_indexer.demo import run_demo
+        from sparse_indexer.errors import mismatch
+        from sparse_indexer.report import print_report
+        from sparse_indexer.trace import load_trace
+
+        if plot is not None:
+            from sparse_indexer.plot import write_plot
+
+            if not plot.parent.is_dir():
+                raise mismatch("plot", "a file in a folder that exists", str(plot))
+        console, trace = _console(), load_trace(trace_file)
+        with _progress(console) as on_progress:
+            result = run_demo(
+                trace,
+                topk=topk,
+                topk_blocks=topk_blocks,
+                device=device,
+                backend=backend,
+                on_progress=on_progress,
+            )
+        print_report(console, result)
+        if plot is not None:
+            write_plot(result, plot)
+            console.print(f"\nwrote {plot}", markup=False, soft_wrap=True)
+
+
+@app.command()
+def doctor() -> None:
+    """Show which backends run here and what the others need."""
+    import torch
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    from sparse_indexer import __version__
+    from sparse_indexer.factory import BACKENDS, why_not
+    from sparse_indexer.report import bytes_text
+
+    console, cuda = _console(), torch.version.cuda
+    build = f"built for CUDA {cuda}" if cuda else "built without CUDA"
+    console.print(f"sparse_indexer {__version__}, torch {torch.__version__}, {build}")
+    gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    if not gpus:
+        console.print("no GPU that torch can use")
+    for gpu in gpus:
+        found = torch.cuda.get_device_properties(gpu)
+        capability = f"compute capability {found.major}.{found.minor}"
+        console.print(f"{gpu}: {found.name}, {capability}, {bytes_text(found.total_memory)}")
+    table = Table("device", "backend", "for capability", "here", box=SIMPLE_HEAD, pad_edge=False)
+    for device in [*gpus, torch.device("cpu")]:
+        reasons = {name: why_not(name, device) for name in BACKENDS}
+        chosen = next((name for name, reason in reasons.items() if reason is None), None)
+        for name, reason in reasons.items():
+            usable = "usable, auto takes it" if name == chosen else "usable"
+            style = "green" if reason is None else None
+            capabilities = BACKENDS[name].capabilities
+            table.add_row(str(device), name, capabilities, reason or usable, style=style)
+        table.add_section()
+    console.print(table)
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[OnProgress]:
+    """A progress bar on a terminal, once the work has taken a while."""
+    from rich.progress import Progress
+
+    bar, start = Progress(console=console, transient=True), time.perf_counter()
+    task = bar.add_task("", total=1.0)
+
+    def show(step: str, share: float) -> None:
+        bar.update(task, description=step, completed=share)
+        if console.is_terminal and time.perf_counter() - start > _PROGRESS_AFTER:
+            bar.start()
+
+    try:
+        yield show
+    finally:
+        if bar.live.is_started:
+            bar.stop()
+
+
+@contextmanager
+def _clean_errors() -> Iterator[None]:
+    """A caller's mistake, or what is missing here, is one red line and exit code 1."""
+    from sparse_indexer.errors import BackendUnavailable
+
+    try:
+        yield
+    except (ValueError, OSError, ImportError, BackendUnavailable) as error:
+        message = " ".join(f"error: {error}".split())
+        _console(stderr=True).print(message, style="red", markup=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+
+
+def _console(*, stderr: bool = False) -> Console:
+    """A console for text that its encoding may not hold."""
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="replace")
+    return Console(stderr=stderr, highlight=False)

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: what it prints, how it fails, and how long the demo takes."""
+
+import os
+import re
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from test_demo import RECALL
+from test_trace import random_layer, saved
+from typer.testing import CliRunner
+
+import sparse_indexer
+from sparse_indexer import cli
+from sparse_indexer.factory import BACKENDS
+from sparse_indexer.trace import KEYS, load_trace
+
+SECONDS = 20  # bound of a demo on two cores, imports included
+
+
+def invoke(*arguments: str, code: int = 0, **environ: str) -> str:
+    """All output of a command that ends with exit code `code`."""
+    unset = dict.fromkeys(("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE"))
+    done = CliRunner().invoke(cli.app, arguments, env={"COLUMNS": "160", **unset, **environ})
+    assert done.exit_code == code, (done.output, done.exception)
+    return done.output
+
+
+@pytest.fixture
+def user_file(tmp_path: Path) -> Path:
+    """fp16 queries and keys, which the layers share, four tokens a position, no token text."""
+    tensors = random_layer("source", "fp16", 150, 3, 250) | random_layer(
+        "consumer", "fp16", 150, 5, 0
+    )
+    tensors["positions"] = torch.arange(801, 951, dtype=torch.int32)
+    return saved(tmp_path, tensors, {"compress_ratio": "4", "model": "[bold]mine[/bold]"})
+
+
+def test_help_names_the_commands() -> None:
+    text = invoke("--help")
+    assert re.findall(r"^  (\w+)  ", text, flags=re.MULTILINE) == ["demo", "doctor"]
+
+
+def test_demo_help_is_the_format_of_a_trace() -> None:
+    text = invoke("demo", "--help")
+    for option in ("--input", "--topk", "--topk-blocks", "--device", "--backend", "--plot"):
+        assert option in text
+    for key in KEYS:
+        assert key in text or key.replace("consumer", "source") in text
+    for word in ("consumer.*", "compress_ratio", "model", "layers"):
+        assert word in text
+
+
+def test_demo_shows_what_it_measured() -> None:
+    text = invoke("demo", "--device", "cpu")
+    assert "\x1b" not in text
+    assert "SmolLM2-135M-Instruct" in text
+    assert re.search(r"^backend +mask on cpu, 128 blocks of 8 and 64 positions a row", text, re.M)
+    for step in ("source +publish_prefill", "consumer +select_prefill", "full +topk_prefill"):
+        assert re.search(rf"^{step} +256 ", text, re.M)
+    assert re.search(rf"^recall +{RECALL:.2%} of the consumer: the mean of \|selected", text, re.M)
+    assert re.search(r"^keys +each layer's own: .* not .* trained to share index keys", text, re.M)
+    assert re.search(r"^tail +32 of 32 rows", text, re.M)
+    assert re.search(r"^unwritten +8\.39 MB a layer: .* \[256, 8192\] float32", text, re.M)
+    assert re.search(r"^written +131 kB of block ids, and 65\.5 kB of positions", text, re.M)
+
+
+def test_demo_shows_the_text_that_was_selected() -> None:
+    text = invoke("demo", "--device", "cpu")
+    queries = re.findall(r"^query token (\d+) .*\[\w+\]$", text, re.M)
+    assert len(queries) == 3
+    trace = load_trace()
+    passages = re.findall(r"^ +(\d+)-(\d+) +\d+\.\d\d  (.*)$", text, re.M)
+    assert len(passages) == 12
+    spans = [(int(first), int(last)) for first, last, _ in passages]
+    for i, (first, last) in enumerate(spans):  # four of each query
+        assert all(last < a or b < first for a, b in spans[i // 4 * 4 : i])
+    for first, last, shown in passages:
+        assert "[" in shown
+        words = re.sub(r"[\[\] …]", "", trace.words(int(first), int(last) + 1))
+        assert words.startswith(re.sub(r"[\[\] …]", "", shown))
+
+
+def test_demo_marks_by_style_on_a_terminal() -> None:
+    text = invoke("demo", "--device", "cpu", FORCE_COLOR="1", TERM="xterm-256color")
+    assert re.search(r"query token \d+ .*\x1b\[1;4;32m *\w+\x1b\[0m", text)
+
+
+def test_demo_runs_a_file_of_ones_own(user_file: Path) -> None:
+    text = invoke("demo", "--device", "cpu", "--input", str(user_file), "--topk", "16")
+    assert re.search(r"^model +\[bold\]mine\[/bold\]$", text, re.M)
+    assert re.search(r"^queries +150 rows, tokens 801 to 950, 3 heads", text, re.M)
+    assert re.search(r"^keys +237 positions of 4 tokens, fp16, in pages of 64", text, re.M)
+    assert re.search(
+        r"^recall +100\.00% of the consumer: .* top 16\| / 16 over the 150", text, re.M
+    )
+    assert "trained" not in text
+    assert len(re.findall(r"^query token \d+  \d+, \d+,", text, re.M)) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--input", "none"], r"path: expected a safetensors file, got no file 'none'"),
+        (["--input", __file__], r"path: expected a safetensors file, got '.*' \(.*\)"),
+        (["--topk", "0"], r"topk: expected an int of at least 1, got 0"),
+        (["--device", "gpu"], r"device: expected a torch device, got 'gpu'"),
+        (
+            ["--device", "cpu", "--backend", "sm90"],
+            r"sm90: needs an NVIDIA GPU, the device is cpu: use backend='mask'",
+        ),
+        (
+            ["--plot", "none/x.png"],
+            r"plot: expected a file in a folder that exists, got none/x.png",
+        ),
+    ],
+)
+def test_demo_fails_in_one_line(arguments: list[str], message: str) -> None:
+    text = invoke("demo", *arguments, code=1)
+    assert re.fullmatch(rf"error: {message}\n", text)
+
+
+def test_errors_are_red_on_a_terminal() -> None:
+    text = invoke("demo", "--topk", "0", code=1, FORCE_COLOR="1", TERM="xterm-256color")
+    assert text.startswith("\x1b[31merror: topk: expected an int of at least 1, got 0\x1b[0m")
+    assert text.count("\n") == 1
+
+
+def test_a_wrong_key_is_named(tmp_path: Path) -> None:
+    path = saved(tmp_path, random_layer("source", "fp8", 3, 2, 8))
+    text = invoke("demo", "--input", str(path), code=1)
+    assert text == "error: positions: expected [rows] int32 or int64, got no such key\n"
+
+
+def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.axes", None)
+    monkeypatch.delitem(sys.modules, "sparse_indexer.plot", raising=False)
+    monkeypatch.delattr(sparse_indexer, "plot", raising=False)
+    text = invoke("demo", "--plot", str(tmp_path / "x.png"), code=1)
+    want = "plot: expected matplotlib, got none: pip install 'sparse-indexer[plot]'"
+    assert text == f"error: {want}\n"
+
+
+def test_plot_draws_both_layers(tmp_path: Path) -> None:
+    image = pytest.importorskip("matplotlib.image")
+    path = tmp_path / "x.png"
+    assert invoke("demo", "--device", "cpu", "--plot", str(path)).endswith(f"\nwrote {path}\n")
+    width, height = struct.unpack(">II", path.read_bytes()[16:24])
+    assert (width, height) == (1200, 816)
+    pixels = torch.from_numpy(image.imread(path))[..., :3]
+    shares = {
+        color: (pixels - torch.tensor(rgb)).abs().amax(2).lt(0.02).double().mean().item()
+        for color, rgb in {
+            "published": (0xBC / 255, 0xD7 / 255, 0xEE / 255),
+            "selected": (0x08 / 255, 0x30 / 255, 0x6B / 255),
+            "white": (1.0, 1.0, 1.0),
+        }.items()
+    }
+    assert 0.03 < shares["published"] < 0.2
+    assert 0.01 < shares["selected"] < 0.1
+    assert shares["white"] > 0.6
+
+
+def test_plot_of_a_source_alone(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    tensors = random_layer("source", "fp16", 1, 1, 1) | {"positions": torch.tensor([0])}
+    path = saved(tmp_path, tensors)
+    invoke("demo", "--device", "cpu", "--input", str(path), "--plot", str(tmp_path / "x"))
+    assert struct.unpack(">II", (tmp_path / "x").read_bytes()[16:24]) == (1200, 408)
+
+
+def test_doctor_says_what_runs_here() -> None:
+    text = invoke("doctor")
+    assert text.startswith(
+        f"sparse_indexer {sparse_indexer.__version__}, torch {torch.__version__}"
+    )
+    rows = re.findall(r"^ cpu +(\w+) +(.*?)  +(.*?) *$", text, re.M)
+    assert [(name, capabilities) for name, capabilities, _ in rows] == [
+        (name, spec.capabilities) for name, spec in BACKENDS.items()
+    ]
+    *others, (_, _, mask) = rows
+    assert mask == "usable, auto takes it"
+    for _, _, reason in others:
+        assert reason == "needs an NVIDIA GPU, the device is cpu: use backend='mask'"
+
+
+def test_doctor_knows_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Properties:
+        name, major, minor, total_memory = "Some GPU", 7, 5, 11 << 30
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    text = invoke("doctor")
+    assert "cuda:0: Some GPU, compute capability 7.5, 11.8 GB\n" in text
+    assert re.search(r"^ cuda:0 +sm90 +9\.0 +is for compute capability 9\.0, cuda:0", text, re.M)
+    assert re.search(r"^ cuda:0 +mask .* usable", text, re.M)
+
+
+def test_demo_is_quick_as_a_program() -> None:
+    # A core that others use would make OpenMP's threads spin for each other; waiting is as exact.
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "PASSIVE"}
+    start = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "sparse_indexer", "demo"],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=3 * SECONDS,
+    )
+    seconds = time.perf_counter() - start
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "mask on cpu" in done.stdout
+    assert f"{RECALL:.2%} of the consumer" in done.stdout
+    assert seconds < SECONDS
