@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sparse_indexer.errors import BackendUnavailable
+    from sparse_indexer.errors import BackendUnavailable, JitError
     from sparse_indexer.factory import make_candidate_indexer
     from sparse_indexer.formats import (
         dequantize_fp4,
@@ -37,6 +37,7 @@ _HOMES = {
     "FlatIndexK": "sparse_indexer.inputs",
     "IndexKPool": "sparse_indexer.inputs",
     "IndexQ": "sparse_indexer.inputs",
+    "JitError": "sparse_indexer.errors",
     "PrefillIndexerInputs": "sparse_indexer.inputs",
     "PrefillPlan": "sparse_indexer.inputs",
     "dequantize_fp4": "sparse_indexer.formats",
@@ -56,6 +57,7 @@ __all__ = [
     "FlatIndexK",
     "IndexKPool",
     "IndexQ",
+    "JitError",
     "PrefillIndexerInputs",
     "PrefillPlan",
     "dequantize_fp4",

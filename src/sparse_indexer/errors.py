@@ -12,6 +12,10 @@ class BackendUnavailable(RuntimeError):
     """A backend cannot run here; the message says what is missing and the command that fixes it."""
 
 
+class JitError(RuntimeError):
+    """A kernel could not be built or loaded: the compiler's error, its command and log, the fix."""
+
+
 def describe(value: object) -> str:
     """How a value is written in a message: tensors by shape, dtype and device."""
     if isinstance(value, torch.Tensor):
