@@ -1,0 +1,17 @@
+// SPDX-License-Identifier: Apache-2.0
+// One line of a generated unit: kernel `symbol` runs a Config.
+//
+// A Config is a struct, often an instance of a template, with
+//   kThreads     threads of a CTA, the most a launch may have
+//   kMinBlocks   CTAs that must fit on an SM: bounds the registers; 1 where that does not matter
+//   Params       what the host passes: trivially copyable, plain C++17, at most 4 KB
+//   run(params)  static __device__, the kernel's body
+#pragma once
+
+// The Config is the rest of the line because its template arguments may hold commas.
+#define SPARSE_INDEXER_ENTRY(symbol, ...)                                                          \
+  extern "C" __global__ void __launch_bounds__((__VA_ARGS__::kThreads), (__VA_ARGS__::kMinBlocks)) \
+      symbol(const __grid_constant__ typename __VA_ARGS__::Params params) {                        \
+    static_assert(sizeof(typename __VA_ARGS__::Params) <= 4096, #symbol ": Params exceed 4 KB");   \
+    __VA_ARGS__::run(params);                                                                      \
+  }

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels compiled at their first call: four files an op, and how to write them.
+
+`kernels/double_rows.h`: what host and device share, in C++17 without CUDA types.
+
+    #include "sparse_indexer/cstdint.h"
+    struct DoubleRowsParams {
+      const float* x;    // [rows, columns], row stride x_stride
+      float* out;        // [rows, columns], contiguous
+      int64_t x_stride;  // elements
+      int32_t columns;
+    };
+    constexpr int kDoubleRowsThreads = 128;
+
+`kernels/double_rows.cuh`: contract, Config, kernel. Compiles under NVRTC and nvcc, so it includes
+neither the host's headers nor <cuda_runtime.h>.
+
+    #include "kernels/double_rows.h"
+    template <int Times>
+    struct DoubleRows {  // a Config: what entry.cuh asks for
+      static constexpr int kThreads = kDoubleRowsThreads;
+      static constexpr int kMinBlocks = 1;  // CTAs that must fit on an SM
+      using Params = DoubleRowsParams;
+      static __device__ void run(const Params& p) {
+        for (int c = threadIdx.x; c < p.columns; c += kThreads) {
+          p.out[int64_t(blockIdx.x) * p.columns + c] = Times * p.x[blockIdx.x * p.x_stride + c];
+        }
+      }
+    };
+
+`host/double_rows.cc`: match shapes, check, launch, without CUDA's headers.
+
+    #include "kernels/double_rows.h"
+
+    #include "sparse_indexer/host/check.h"
+    #include "sparse_indexer/host/launch.h"
+
+    using namespace sparse_indexer;
+
+    void double_rows(TensorView x, int64_t times, TensorView out) {
+      Size rows("rows"), columns("columns");
+      Device device;
+      Match("x").shape({rows, columns}).dtype(float32).on(device).last_dim_contiguous().check(x);
+      Match("out").shape({rows, columns}).dtype(float32).on(device).contiguous().check(out);
+      expect_int("columns", columns, 0, INT32_MAX);
+      DoubleRowsParams params{data<const float>(x), data<float>(out), x.stride(0),
+                              static_cast<int32_t>(columns)};
+      Launch(times == 2 ? "double_rows_2" : "double_rows_4", device)
+          .grid(rows).block(kDoubleRowsThreads).run(params);
+    }
+
+    SPARSE_INDEXER_MODULE();              // once a file
+    SPARSE_INDEXER_EXPORT(double_rows);   // once an entry
+
+`ops/double_rows.py`: one function. The library finds `KERNEL` there, for `warmup` and `compile`.
+
+    KERNEL = Kernel(
+        "double_rows", {"double_rows_2": "DoubleRows<2>", "double_rows_4": "DoubleRows<4>"}
+    )
+
+    def double_rows(x: torch.Tensor, *, times: int, out: torch.Tensor) -> None:
+        load(KERNEL, x.device).double_rows(x, times, out)
+
+Good to know:
+
+- The stream is torch's current one for the device of the first CUDA tensor of the call. A launch
+  with a zero in its grid is none. `on_device(device)` has `capability` and `sm_count`. Dynamic
+  shared memory may be as large as the device has, without further ado. `Launch(...).pdl()` and
+  `.cluster(2)` are for capability 9.0 and up; pdl is ignored below.
+- Tensors come as DLPack; None is `tvm::ffi::Optional<TensorView>`, a list of ints
+  `tvm::ffi::Array<int64_t>`. Pass float8 tensors as `x.view(torch.uint8)`: not every torch that is
+  supported can name them in DLPack.
+- Whatever changes in a header or a .cuh is compiled at the next start, nothing needs to be cleared.
+  `SPARSE_INDEXER_SYNC=1` waits after each launch, so that an error names the kernel that caused it;
+  `SPARSE_INDEXER_LINEINFO=1` is for profilers; `SPARSE_INDEXER_COMPILER=nvcc` takes the other
+  compiler, which every kernel must pass, too.
+- `python -m sparse_indexer compile --arch 7.0,9.0a --kernels double_rows` needs no GPU, and shows
+  registers and spills. `Kernel(..., capabilities=(90, 90))` limits a kernel to some GPUs.
+- Checks can be tested without a GPU: for the CPU `load` gives the entries, which refuse CPU tensors
+  by name.
+"""
+
+from sparse_indexer.jit.kernel import Kernel
+from sparse_indexer.jit.loading import load, warmup
+
+__all__ = ["Kernel", "load", "warmup"]

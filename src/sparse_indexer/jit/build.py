@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One run of a compiler: a unit to machine code, a host entry to a module.
+
+What comes back is bytes; what goes wrong is a `JitError` with all that is needed to mend it.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from sparse_indexer.errors import JitError
+from sparse_indexer.jit.compilers import DeviceCompiler, HostCompiler
+from sparse_indexer.jit.hints import first_error, hint_for
+from sparse_indexer.jit.kernel import Kernel
+from sparse_indexer.jit.resources import FLAG
+
+DEVICE_FLAGS = ("-std=c++17", FLAG)
+"""Neither -use_fast_math nor any part of it: kernels agree with the oracle to the bit."""
+
+# Hidden, because a module's table of kernels is its own.
+HOST_FLAGS = ("-std=c++17", "-O2", "-shared", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique")
+
+
+class Built(NamedTuple):
+    """What a compiler made."""
+
+    data: bytes
+    output: str  # what it printed
+
+
+def device_flags() -> tuple[str, ...]:
+    """The flags of both device compilers that decide what comes out."""
+    lines = ("-lineinfo",) if os.environ.get("SPARSE_INDEXER_LINEINFO") == "1" else ()
+    return DEVICE_FLAGS + lines
+
+
+def compile_device(
+    kernel: Kernel, target: str, compiler: DeviceCompiler, staging: Path, log: Path
+) -> Built:
+    """The cubin of all variants of `kernel` for `target`.
+
+    Args:
+        staging: a folder of our own, for the files of nvcc.
+        log: where the compiler's whole output goes if it fails.
+
+    Raises:
+        JitError: the compiler failed, or wrote nothing.
+    """
+    folders = (*kernel.include_dirs, *compiler.include_dirs)
+    flags = (*device_flags(), f"-arch={target}", *(f"-I{folder}" for folder in folders))
+    unit, out = staging / f"{kernel.name}.cu", staging / "nvcc.cubin"
+    if compiler.name == "nvrtc":
+        command: tuple[str, ...] = ("nvrtc", *flags, unit.name)
+        built = _run_nvrtc(kernel.unit, unit.name, flags)
+    else:
+        unit.write_text(kernel.unit)
+        command = (str(compiler.path), "-cubin", *flags, "-o", str(out), str(unit))
+        built = _run(command, out)
+    if not built.data:
+        title = f"{kernel.name} for {target}, with {compiler.label}"
+        hint = hint_for(built.output, target, compiler.version)
+        raise failure(title, built.output, command, log, hint, kernel.unit)
+    return built
+
+
+def compile_host(kernel: Kernel, compiler: HostCompiler, staging: Path, log: Path) -> Built:
+    """The module of the host entry of `kernel`: a shared library.
+
+    Raises:
+        JitError: the compiler failed, or wrote nothing.
+    """
+    out = staging / "g++.so"
+    folders = [f"-I{folder}" for folder in kernel.include_dirs]
+    folders += [f"-isystem{folder}" for folder in compiler.include_dirs]
+    command = (*compiler.command, *HOST_FLAGS, *folders, "-o", str(out), str(kernel.host_source))
+    built = _run(command, out)
+    if not built.data:
+        title = f"the host entry of {kernel.name}, with {compiler.command[0]}"
+        raise failure(title, built.output, command, log, hint_for(built.output, "", None))
+    return built
+
+
+def _run_nvrtc(unit: str, name: str, flags: tuple[str, ...]) -> Built:
+    try:
+        from cupy.cuda import nvrtc
+    except ImportError as error:
+        return Built(b"", f"error: cannot import cupy.cuda.nvrtc: {error}")
+    program = nvrtc.createProgram(unit, name, [], [])
+    try:
+        nvrtc.compileProgram(program, flags)
+        return Built(nvrtc.getCUBIN(program), nvrtc.getProgramLog(program))
+    except nvrtc.NVRTCError as error:
+        return Built(b"", nvrtc.getProgramLog(program) or f"error: {error}")
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def _run(command: tuple[str, ...], out: Path) -> Built:
+    """The file `out` that the command wrote; no bytes unless it succeeded."""
+    environ = {**os.environ, "LC_ALL": "C", "TMPDIR": str(out.parent)}
+    try:
+        result = subprocess.run(
+            command,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
+    except OSError as error:
+        return Built(b"", f"error: {error}")
+    output = result.stdout.decode(errors="replace")
+    if result.returncode != 0:
+        return Built(b"", output or f"error: exit status {result.returncode}, and no output")
+    try:
+        return Built(out.read_bytes(), output or "error: it wrote an empty file")
+    except OSError as error:
+        return Built(b"", f"{output}\nerror: exit status 0, but no output file: {error}")
+
+
+def failure(
+    title: str, output: str, command: tuple[str, ...], log: Path, hint: str | None, unit: str = ""
+) -> JitError:
+    """The one form of a failed build; keeps the compiler's whole output in `log`."""
+    line = shlex.join(command)
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text(f"{line}\n\n{output}\n{unit and chr(10) + unit}")
+    except OSError:
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="sparse_indexer-", suffix=".log", delete=False
+        ) as file:
+            file.write(f"{line}\n\n{output}\n{unit}")
+        log = Path(file.name)
+    lines = [f"cannot build {title}: {first_error(output)}", f"  command: {line}", f"  log: {log}"]
+    return JitError("\n".join(lines + ([f"  hint: {hint}"] if hint else [])))
+
+
+def missing(title: str, places: tuple[str, ...], hint: str) -> JitError:
+    """The one form of a compiler that is not there."""
+    return JitError(
+        "\n".join([f"cannot build {title}", *(f"  {p}" for p in places), f"  hint: {hint}"])
+    )

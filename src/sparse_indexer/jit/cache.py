@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled files on disk: found by what they were made from, shared by processes, never half there.
+
+    <root>/v1/<target>/<kernel>/<source>-<compiler>/{kernel.cubin | host.so, meta.json}
+
+`source` and `compiler` are hashes of contents; meta.json holds size and sha256 of the file beside
+it, and an entry that does not match its meta is no entry. Roots are searched in order: the writable
+one, the read-only ones, and a folder of this user in the temporary directory, which is also where
+things go if the writable root is not writable. Reading takes no lock. An entry is written in a
+staging folder and renamed to its name, so a builder may be killed at any point.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_log = logging.getLogger("sparse_indexer")
+
+SCHEMA = "v1"
+META = "meta.json"
+FILES = ("kernel.cubin", "host.so")
+_STAGING = "staging"
+_STALE = 86400.0  # seconds after which a staging folder belongs to nobody
+
+
+class Entry(NamedTuple):
+    """The name of a compiled file."""
+
+    target: str  # sm_90a, or the machine of a host module
+    kernel: str
+    file: str  # kernel.cubin or host.so
+    source: str  # hash of what is compiled, and of the flags
+    compiler: str | None  # hash of the compiler; None: there is none here, so any will do
+
+    def folder(self, root: Path) -> Path:
+        """Where it is below a root."""
+        return root / SCHEMA / self.target / self.kernel / f"{self.source}-{self.compiler}"
+
+
+class Stored(NamedTuple):
+    """An entry that was read and checked, or made."""
+
+    data: bytes
+    path: Path | None  # None: it is nowhere on disk
+    meta: dict[str, Any]
+    fresh: bool  # made now, by this process
+
+
+class Workspace(NamedTuple):
+    """Where an entry is made."""
+
+    root: Path | None  # None: no root is writable, so the entry will not be kept
+    staging: Path  # a folder of our own, on the file system of the root
+
+
+def roots() -> tuple[Path, list[Path]]:
+    """(the writable root, the read-only ones) that `SPARSE_INDEXER_CACHE_DIR` or XDG name."""
+    first, *rest = os.environ.get("SPARSE_INDEXER_CACHE_DIR", "").split(os.pathsep)
+    if not first:
+        base = os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")
+        first = os.path.join(base, "sparse_indexer")
+    return _absolute(first), [_absolute(root) for root in rest if root]
+
+
+def usable_root() -> Path | None:
+    """The root that new entries go to; `None` if none is writable."""
+    with workspace() as place:
+        return place.root
+
+
+def entries(root: Path) -> list[Path]:
+    """The compiled files below a root, `.../<target>/<kernel>/<key>/<file>`."""
+    found = (root / SCHEMA).glob("*/*/*/*")
+    return sorted(p for p in found if p.name in FILES and p.parents[2].name != _STAGING)
+
+
+def find(entry: Entry) -> Stored | None:
+    """The entry, read and checked; `None` if no root has it."""
+    writable, read_only = roots()
+    places = [writable, *read_only]
+    temporary = None if os.access(writable, os.W_OK) else _temporary_root(make=False)
+    for root in places if temporary is None else [*places, temporary]:
+        folders = [entry.folder(root)]
+        if entry.compiler is None:
+            folders = sorted(folders[0].parent.glob(f"{entry.source}-*"))
+        for folder in folders:
+            stored = read(folder, entry.file)
+            if stored:
+                return stored
+    return None
+
+
+def read(folder: Path, name: str) -> Stored | None:
+    """The file of this folder if it is what its meta says."""
+    try:
+        meta = json.loads((folder / META).read_bytes())
+        data = (folder / name).read_bytes()
+        if len(data) == meta["size"] > 0 and hashlib.sha256(data).hexdigest() == meta["sha256"]:
+            return Stored(data, folder / name, meta, False)
+    except (OSError, ValueError, LookupError, TypeError):
+        pass
+    return None
+
+
+@contextmanager
+def workspace() -> Iterator[Workspace]:
+    """A staging folder in the first root that takes one; gone afterwards."""
+    for root in (roots()[0], None):
+        if root is None:
+            _warn_unwritable(str(roots()[0]))
+            root = _temporary_root(make=True)
+        if root is None:
+            break
+        parent = root / SCHEMA / _STAGING
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            staging = Path(tempfile.mkdtemp(dir=parent))
+        except OSError:
+            continue
+        _sweep(parent)
+        try:
+            yield Workspace(root, staging)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+        return
+    with tempfile.TemporaryDirectory(prefix="sparse_indexer-") as folder:
+        yield Workspace(None, Path(folder))
+
+
+def publish(
+    place: Workspace, entry: Entry, data: bytes, meta: dict[str, Any], *, replace: bool
+) -> Stored:
+    """Keep `data` as the entry; where that fails it is still returned, with a warning.
+
+    If another process was faster, its entry stays, unless it is broken or `replace` is set.
+    """
+    digest = hashlib.sha256(data).hexdigest()
+    meta = {**entry._asdict(), "size": len(data), "sha256": digest, **meta}
+    if place.root is None:
+        return Stored(data, None, meta, True)
+    folder, ready = entry.folder(place.root), place.staging / "entry"
+    try:
+        ready.mkdir()
+        _write(ready / entry.file, data)
+        _write(ready / META, json.dumps(meta, indent=1).encode())
+        _sync(ready)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            ready.rename(folder)
+        except OSError:
+            existing = read(folder, entry.file)
+            if existing and not replace:
+                return Stored(data, existing.path, meta, True)
+            folder.rename(place.staging / "old")
+            ready.rename(folder)
+        _sync(folder.parent)
+    except OSError as error:
+        _log.warning("cannot keep %s for %s: %s", entry.kernel, entry.target, error)
+        return Stored(data, None, meta, True)
+    return Stored(data, folder / entry.file, meta, True)
+
+
+def clear() -> list[Path]:
+    """Remove everything from the writable root and the temporary one; the roots that had any."""
+    found = (roots()[0], _temporary_root(make=False))
+    folders = [root / SCHEMA for root in found if root and (root / SCHEMA).exists()]
+    for folder in folders:
+        shutil.rmtree(folder)
+    return [folder.parent for folder in folders]
+
+
+def _absolute(root: str) -> Path:
+    return Path(os.path.abspath(os.path.expanduser(root)))
+
+
+def _temporary_root(*, make: bool) -> Path | None:
+    """This user's root in the temporary directory; `None` if it is absent or somebody else's."""
+    root = Path(tempfile.gettempdir()) / f"sparse_indexer-{os.getuid()}"
+    try:
+        if make:
+            root.mkdir(mode=0o700, exist_ok=True)
+        status = root.lstat()
+    except OSError:
+        return None
+    private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
+    return root if private and status.st_uid == os.getuid() else None
+
+
+@cache
+def _warn_unwritable(root: str) -> None:
+    where = _temporary_root(make=True) or "nothing: every process compiles anew"
+    _log.warning(
+        "the cache folder %s is not writable (SPARSE_INDEXER_CACHE_DIR), using %s", root, where
+    )
+
+
+def _sweep(parent: Path) -> None:
+    """Remove what killed builders left."""
+    for folder in parent.iterdir():
+        try:
+            if time.time() - folder.stat().st_mtime > _STALE:
+                shutil.rmtree(folder, ignore_errors=True)
+        except OSError:
+            continue
+
+
+def _write(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:  # not every file system syncs folders
+        pass
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the commands `compile`, `cache` and `doctor` do about kernels."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from sparse_indexer.errors import JitError, mismatch
+from sparse_indexer.jit import cache
+from sparse_indexer.jit.artifacts import device_artifact, host_artifact
+from sparse_indexer.jit.compilers import find_device_compiler
+from sparse_indexer.jit.kernel import Kernel, all_kernels
+from sparse_indexer.jit.parallel import max_jobs
+from sparse_indexer.jit.resources import Resources
+from sparse_indexer.jit.targets import parse_arch
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+class Outcome(NamedTuple):
+    """One file of one kernel, compiled, found or failed."""
+
+    kernel: str
+    target: str  # an architecture, or `host`
+    seconds: float | None  # None: it was in the cache
+    resources: dict[str, Resources]  # by variant
+    warnings: tuple[str, ...]
+    error: str | None
+
+
+class _Job(NamedTuple):
+    kernel: Kernel
+    capability: tuple[int, int]
+    target: str
+
+
+def compile_kernels(
+    archs: str,
+    kernels: Sequence[Kernel],
+    *,
+    jobs: int | None = None,
+    out: Path | None = None,
+    on_start: Callable[[int], None] = lambda count: None,
+    on_done: Callable[[Outcome], None] = lambda outcome: None,
+) -> list[Outcome]:
+    """Compile `kernels` and their host entries for architectures like `7.0,9.0a,12.0f`; no GPU.
+
+    Args:
+        kernels: each is compiled for those of the architectures that it is for.
+        jobs: processes, or as many as cores and memory allow.
+        out: a cache root to fill instead of the usual one, to be shipped and named in
+            `SPARSE_INDEXER_CACHE_DIR` there.
+        on_start: called with the number of outcomes to come.
+        on_done: called with each of them.
+
+    Raises:
+        ValueError: an architecture or `jobs` is not what it should be.
+    """
+    compiler = find_device_compiler().found
+    version = compiler.version if compiler else (12, 9)
+    wanted = [parse_arch(arch, version) for arch in archs.split(",") if arch.strip()]
+    wanted = list(dict.fromkeys(wanted))
+    if not wanted:
+        raise mismatch("arch", "compute capabilities like 8.0,9.0a,12.0f", repr(archs))
+    if jobs is not None and jobs < 1:
+        raise mismatch("jobs", "an int of at least 1", str(jobs))
+    work = [_Job(k, cc, target) for k in kernels for cc, target in wanted if k.is_for(cc)]
+    work += [_Job(k, (0, 0), "host") for k in dict.fromkeys(job.kernel for job in work)]
+    on_start(len(work))
+    outcomes = []
+    with _cache_root(out), _pool(min(jobs or max_jobs(), len(work))) as pool:
+        for task in as_completed([pool.submit(_work, job) for job in work]):
+            outcomes.append(task.result())
+            on_done(outcomes[-1])
+    return sorted(outcomes, key=lambda outcome: outcome[:2])
+
+
+def compile_command(
+    console: Console, archs: str, names: str | None, jobs: int | None, out: Path | None
+) -> int:
+    """`compile`: a bar, a table, and what failed; the exit status."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    known = all_kernels()
+    chosen = [name.strip() for name in names.split(",")] if names else list(known)
+    for name in chosen:
+        if name not in known:
+            raise mismatch("kernels", f"some of {', '.join(known)}", repr(name))
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        bar = progress.add_task("compiling")
+        outcomes = compile_kernels(
+            archs,
+            [known[name] for name in chosen],
+            jobs=jobs,
+            out=out,
+            on_start=lambda count: progress.update(bar, total=count),
+            on_done=lambda o: progress.update(bar, advance=1, description=f"{o.kernel} {o.target}"),
+        )
+    return print_outcomes(console, outcomes)
+
+
+def print_outcomes(console: Console, outcomes: Sequence[Outcome]) -> int:
+    """A row a variant, then warnings and errors; the exit status, 1 if anything failed."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table("kernel", "variant", "arch", box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("seconds", "registers", "spills", "shared"):
+        table.add_column(name, justify="right")
+    for outcome in outcomes:
+        took = "cached" if outcome.seconds is None else f"{outcome.seconds:.2f}"
+        took = "failed" if outcome.error else took
+        for variant in sorted(outcome.resources) or [""]:
+            figures = map(str, outcome.resources.get(variant, ()))
+            table.add_row(outcome.kernel, variant, outcome.target, took, *figures)
+            took = ""
+    console.print(table)
+    if any(o.resources for o in outcomes):
+        note = "registers of a thread, bytes of its spill stores and loads, static shared bytes"
+        console.print(note, style="dim", soft_wrap=True)
+    for outcome in outcomes:
+        for line in outcome.warnings:
+            text = f"{outcome.kernel} for {outcome.target}: {line}"
+            console.print(text, style="yellow", markup=False, soft_wrap=True)
+    errors = [o.error for o in outcomes if o.error]
+    for error in errors:
+        console.print(error, style="red", markup=False, soft_wrap=True)
+    return 1 if errors else 0
+
+
+def cache_command(console: Console, *, clear: bool) -> int:
+    """`cache`: what is where, or, with `clear`, away with it; the exit status."""
+    if clear:
+        for root in cache.clear():
+            console.print(f"cleared {root}", markup=False, soft_wrap=True)
+        return 0
+    writable, read_only = cache.roots()
+    for root in (writable, *read_only):
+        files = cache.entries(root)
+        size = sum(p.stat().st_size for p in files)
+        kind = "" if root == writable else ", read-only"
+        text = f"{root}{kind}: {len(files)} files, {size / 1e6:.1f} MB"
+        console.print(text, markup=False, soft_wrap=True)
+        for kernel in sorted({p.parents[1].name for p in files}):
+            own = [p.parents[2].name for p in files if p.parents[1].name == kernel]
+            counts = [f"{target} {own.count(target)}" for target in sorted(set(own))]
+            console.print(f"  {kernel}: {', '.join(counts)}", markup=False, soft_wrap=True)
+    return 0
+
+
+def _work(job: _Job) -> Outcome:
+    try:
+        if job.target == "host":
+            stored = host_artifact(job.kernel)
+        else:
+            stored = device_artifact(job.kernel, job.capability, job.target)
+    except JitError as error:
+        return Outcome(job.kernel.name, job.target, None, {}, (), str(error))
+    resources = {k: Resources(*v) for k, v in stored.meta.get("resources", {}).items()}
+    seconds = stored.meta.get("seconds") if stored.fresh else None
+    warnings = tuple(stored.meta.get("warnings", ()))
+    return Outcome(job.kernel.name, job.target, seconds, resources, warnings, None)
+
+
+def _pool(jobs: int) -> Executor:
+    # Processes, because NVRTC compiles one program at a time in a process.
+    if jobs <= 1:
+        return ThreadPoolExecutor(1)
+    return ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"))
+
+
+@contextmanager
+def _cache_root(out: Path | None) -> Iterator[None]:
+    """Makes `out` the one cache root of this process and its children."""
+    before = os.environ.get("SPARSE_INDEXER_CACHE_DIR")
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        os.environ["SPARSE_INDEXER_CACHE_DIR"] = str(out.absolute())
+    try:
+        yield
+    finally:
+        if out is not None:
+            os.environ.pop("SPARSE_INDEXER_CACHE_DIR")
+            if before is not None:
+                os.environ["SPARSE_INDEXER_CACHE_DIR"] = before

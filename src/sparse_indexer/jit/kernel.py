@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a kernel is, before it is compiled."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import sparse_indexer
+
+if TYPE_CHECKING:
+    import torch
+    import tvm_ffi
+
+_PACKAGE = Path(sparse_indexer.__file__).parent
+# In the package of an installed wheel, beside src/ in a checkout.
+SOURCES = next(
+    (
+        folder
+        for folder in (_PACKAGE / "jit_csrc", _PACKAGE.parents[1] / "jit_csrc")
+        if folder.is_dir()
+    ),
+    _PACKAGE / "jit_csrc",
+)
+"""The folder jit_csrc: what every kernel may include."""
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """`kernels/<name>.cuh`, compiled once for each variant, and its host entry `host/<name>.cc`.
+
+    All variants of a kernel are in one cubin. Compared by identity: an op has one, at module level.
+    """
+
+    name: str
+    variants: Mapping[str, str]  # symbol of the launch -> its Config in C++, `Topk<512>`
+    capabilities: tuple[int, int] = (70, 121)  # 10 * major + minor: first and last it is for
+    root: Path = SOURCES  # holds kernels/ and host/; jit_csrc can be included, too
+    loaded: dict[torch.device, tvm_ffi.Module] = field(
+        default_factory=dict, init=False, repr=False
+    )  # filled by `load`, and only there
+
+    def __post_init__(self) -> None:
+        for word in (self.name, *self.variants):
+            assert re.fullmatch(r"[A-Za-z_]\w*", word), f"{word!r} is no C identifier"
+        assert self.variants, f"{self.name} has no variant"
+
+    def is_for(self, capability: tuple[int, int]) -> bool:
+        """Whether it is meant for GPUs of this (major, minor)."""
+        first, last = self.capabilities
+        return first <= 10 * capability[0] + capability[1] <= last
+
+    @property
+    def unit(self) -> str:
+        """The text to compile."""
+        lines = [f'#include "kernels/{self.name}.cuh"', '#include "sparse_indexer/entry.cuh"']
+        lines += [f"SPARSE_INDEXER_ENTRY({symbol}, {c})" for symbol, c in self.variants.items()]
+        return "\n".join(lines) + "\n"
+
+    @property
+    def host_source(self) -> Path:
+        """The C++ file of the host entry."""
+        return self.root / "host" / f"{self.name}.cc"
+
+    @property
+    def include_dirs(self) -> list[Path]:
+        """What `#include` finds besides a compiler's own headers."""
+        own = [] if self.root == SOURCES else [self.root, self.root / "include"]
+        return [*own, SOURCES, SOURCES / "include"]
+
+
+@cache
+def all_kernels() -> dict[str, Kernel]:
+    """The library's kernels by name: every `Kernel` at the level of a module of `ops`."""
+    try:
+        package = importlib.import_module("sparse_indexer.ops")
+    except ModuleNotFoundError:
+        return {}
+    names = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
+    modules = [importlib.import_module(f"{package.__name__}.{name}") for name in names]
+    found = [v for module in modules for v in vars(module).values() if isinstance(v, Kernel)]
+    return {kernel.name: kernel for kernel in found}

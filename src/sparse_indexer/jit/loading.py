@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A kernel in memory: built if needed, loaded on a device, called with torch tensors."""
+
+from __future__ import annotations
+
+import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from sparse_indexer.errors import JitError, mismatch
+from sparse_indexer.jit.artifacts import device_artifact, host_artifact
+from sparse_indexer.jit.cache import Stored, workspace
+from sparse_indexer.jit.driver import driver_version
+from sparse_indexer.jit.kernel import Kernel, all_kernels
+from sparse_indexer.jit.parallel import max_jobs
+
+if TYPE_CHECKING:
+    import tvm_ffi
+
+_loading = threading.Lock()
+_HOST = torch.device("cpu")
+
+
+def load(kernel: Kernel, device: torch.device) -> tvm_ffi.Module:
+    """The host entries of `kernel`, ready for tensors of `device`, which has its index.
+
+    The first call for a device builds and loads, any other is one look-up without a lock. The
+    entries take torch tensors and numbers, launch on torch's current stream of the tensors' device,
+    and leave the current device alone. For the CPU they are there to refuse its tensors by name.
+
+    Raises:
+        JitError: it cannot be built or loaded, or a CUDA graph is being captured; see `warmup`.
+    """
+    try:
+        return kernel.loaded[device]
+    except KeyError:
+        return _load(kernel, device)
+
+
+def warmup(device: torch.device | str, kernels: list[Kernel] | None = None) -> None:
+    """Build and load `kernels`, or all that are for this GPU, so that no later call has to.
+
+    Call it before a CUDA graph is captured, and where a first call must not take seconds.
+
+    Raises:
+        JitError: one cannot be built or loaded.
+    """
+    where = torch.device(device)
+    if where.type != "cuda":
+        raise mismatch("device", "a CUDA device", str(where))
+    if where.index is None:
+        where = torch.device("cuda", torch.cuda.current_device())
+    capability = torch.cuda.get_device_capability(where)
+    chosen = list(all_kernels().values()) if kernels is None else kernels
+    chosen = [k for k in chosen if kernels or k.is_for(capability)]
+    with ThreadPoolExecutor(max_jobs()) as pool:
+        tasks = [pool.submit(host_artifact, kernel) for kernel in chosen]
+        tasks += [pool.submit(device_artifact, kernel, capability) for kernel in chosen]
+        for task in tasks:
+            task.result()
+    for kernel in chosen:
+        load(kernel, where)
+
+
+def _load(kernel: Kernel, device: torch.device) -> tvm_ffi.Module:
+    _refuse_capture(kernel, device)
+    with _loading:
+        if device in kernel.loaded:
+            return kernel.loaded[device]
+        with ThreadPoolExecutor(1) as pool:
+            host = None if _HOST in kernel.loaded else pool.submit(host_artifact, kernel)
+            cubin = None
+            if device.type == "cuda":
+                cubin = device_artifact(kernel, _capability(kernel, device))
+            if host:
+                kernel.loaded[_HOST] = _open(kernel, host.result())
+        module = kernel.loaded[_HOST]
+        if cubin:
+            try:
+                module.load(kernel.name, device.index, cubin.data, list(kernel.variants))
+            except RuntimeError as error:
+                raise JitError(f"cannot load {error}{_driver_hint(cubin)}") from error
+        kernel.loaded[device] = module
+        return module
+
+
+def _capability(kernel: Kernel, device: torch.device) -> tuple[int, int]:
+    capability = torch.cuda.get_device_capability(device)
+    if not kernel.is_for(capability):
+        first, last = (f"{number // 10}.{number % 10}" for number in kernel.capabilities)
+        wanted = first if first == last else f"{first} to {last}"
+        have = f"{device} has {capability[0]}.{capability[1]}"
+        raise JitError(f"{kernel.name} is for compute capability {wanted}, {have}")
+    return capability
+
+
+def _refuse_capture(kernel: Kernel, device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise JitError(
+            f"{kernel.name} is not loaded on {device}, and a CUDA graph is being captured\n"
+            f"  hint: call sparse_indexer.jit.warmup({str(device)!r}) before the capture"
+        )
+
+
+def _driver_hint(cubin: Stored) -> str:
+    driver, built_by = driver_version(), str(cubin.meta.get("built_by", ""))
+    made = re.search(r"(\d+)\.(\d+)$", built_by)
+    if driver is None or made is None or driver >= (int(made[1]), int(made[2])):
+        return ""
+    have = f"{driver[0]}.{driver[1]}"
+    package = "nvidia-cuda-nvrtc-cu12" if driver[0] == 12 else "nvidia-cuda-nvrtc"
+    return (
+        f"\n  hint: this driver is for CUDA up to {have}, and {built_by} compiled the kernel: "
+        f"update the driver, or take its compiler, pip install '{package}=={have}.*'"
+    )
+
+
+def _open(kernel: Kernel, stored: Stored) -> tvm_ffi.Module:
+    """The module of a shared library, from its place in the cache or from a copy."""
+    import tvm_ffi
+
+    if stored.path:
+        try:
+            return tvm_ffi.load_module(stored.path)
+        except (RuntimeError, OSError):  # replaced by now, or on a file system mounted noexec
+            pass
+    with workspace() as place:
+        path = Path(place.staging, f"{kernel.name}.so")
+        path.write_bytes(stored.data)
+        try:
+            return tvm_ffi.load_module(path)
+        except (RuntimeError, OSError) as error:
+            raise JitError(f"cannot load the host entry of {kernel.name}: {error}") from error

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gather and convert index keys into the flat scratch that a scorer reads."""
+
+from __future__ import annotations
+
+import torch
+
+from sparse_indexer.inputs import FlatIndexK, IndexKPool
+from sparse_indexer.jit import Kernel, load
+
+_NAMES = {"fp4": "kFp4", "fp8": "kFp8", "fp16": "kFp16", "bf16": "kBf16"}
+_CONVERSIONS = {
+    "fp4": ("fp8", "fp16", "bf16"),
+    "fp8": ("fp8", "fp16", "bf16"),
+    "fp16": ("fp16",),
+    "bf16": ("fp16", "bf16"),
+}
+
+KERNEL = Kernel(
+    "index_k",
+    {
+        f"index_k_{source}_{target}": (
+            f"sparse_indexer::IndexK<sparse_indexer::KeyFormat::{_NAMES[source]}, "
+            f"sparse_indexer::KeyFormat::{_NAMES[target]}>"
+        )
+        for source, targets in _CONVERSIONS.items()
+        for target in targets
+    },
+)
+
+
+def index_k(
+    keys: IndexKPool | FlatIndexK,
+    where: torch.Tensor,
+    *,
+    lens: torch.Tensor,
+    max_len: int,
+    out_starts: torch.Tensor,
+    out_values: torch.Tensor,
+    out_scales: torch.Tensor,
+) -> None:
+    """Convert the first `lens[i]` positions of each request i, all requests in one launch.
+
+    `out_values * out_scales` is the stored key, exactly but for what `kernels/index_k.cuh` says of
+    groups and elements far below a position's largest. Positions past a request's length, and the
+    page-table slots that only they would use, are not read. A page or column that does not exist
+    gives a NaN scale.
+
+    Args:
+        keys: a pool or flat keys of any format and layout.
+        where: `[requests, max_pages]` int32, the page table of a pool; `[requests]` int32, the
+            first column of each request in flat keys.
+        lens: `[requests]` int32: positions to convert.
+        max_len: at least the largest of `lens`; sizes the grid.
+        out_starts: `[requests]` int32: row of the outputs where a request begins.
+        out_values: `[out rows, 128]` float8_e4m3fn (of fp8 and fp4), float16 (of any) or bfloat16
+            (of all but fp16).
+        out_scales: `[out rows]` float32: 1 where the values need none.
+    """
+    module = load(KERNEL, lens.device)
+    values = out_values.view(torch.uint8) if out_values.itemsize == 1 else out_values
+    if isinstance(keys, IndexKPool):
+        pages = keys.pages if keys.pages.ndim == 2 else keys.pages.flatten(1)
+        module.index_k_paged(
+            pages,
+            keys.format,
+            keys.layout == "interleaved",
+            keys.page_size,
+            where,
+            lens,
+            out_starts,
+            max_len,
+            values,
+            out_scales,
+        )
+    else:
+        stored = keys.values
+        module.index_k_flat(
+            stored.view(torch.uint8) if stored.itemsize == 1 else stored,
+            keys.scales,
+            keys.format,
+            where,
+            lens,
+            out_starts,
+            max_len,
+            values,
+            out_scales,
+        )

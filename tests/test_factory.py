@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which backend runs where, what is said of the others, and what an import brings along."""
+
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import sparse_indexer
+from sparse_indexer import BackendUnavailable, factory, make_candidate_indexer, plan_prefill
+from sparse_indexer.backends.mask import MaskIndexer
+from sparse_indexer.factory import BACKENDS, why_not
+from sparse_indexer.inputs import IndexQ, PrefillIndexerInputs, flat_index_k
+
+# For each compute capability, the backends for it, the best one first.
+FITTING = {
+    (7, 0): ["sm70", "mask"],
+    (7, 5): ["sm70", "mask"],
+    (8, 0): ["sm80", "mask"],
+    (8, 6): ["sm80", "mask"],
+    (8, 9): ["sm80", "mask"],
+    (9, 0): ["sm90", "mask"],
+    (10, 0): ["sm100", "sm80", "mask"],
+    (10, 3): ["sm100", "sm80", "mask"],
+    (12, 0): ["sm80", "mask"],
+    (12, 1): ["sm80", "mask"],
+    (6, 1): ["mask"],
+    (7, 2): ["mask"],
+    (11, 0): ["mask"],
+}
+WORDS = {"sm70": "7.0, 7.5", "sm80": "8.x, 10.x, 12.x", "sm90": "9.0", "sm100": "10.x"}
+NAMES = "'auto' or 'sm100' or 'sm90' or 'sm80' or 'sm70' or 'mask'"
+CPU = torch.device("cpu")
+
+
+def refused(message: str, kind: type[Exception] = ValueError) -> AbstractContextManager[Any]:
+    return pytest.raises(kind, match=f"^{re.escape(message)}$")
+
+
+class Fake(MaskIndexer):
+    """Stands for a backend whose kernels this machine cannot run."""
+
+    name = "fake"
+
+
+class Machine:
+    """The GPUs that torch seems to see."""
+
+    capabilities: list[tuple[int, int]]
+    current = 0
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    machine = Machine()
+    machine.capabilities = []
+
+    def capability(device: torch.device | int | None = None) -> tuple[int, int]:
+        index = device.index if isinstance(device, torch.device) else device
+        return machine.capabilities[machine.current if index is None else index]
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(machine.capabilities))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(machine.capabilities))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: machine.current)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
+    return machine
+
+
+@pytest.fixture
+def released(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All backends are in this release."""
+    for name, spec in BACKENDS.items():
+        if name != "mask":
+            monkeypatch.setitem(BACKENDS, name, spec._replace(make=Fake))
+
+
+@pytest.fixture
+def fresh_log() -> Iterator[None]:
+    factory._log_choice.cache_clear()
+    yield
+    factory._log_choice.cache_clear()
+
+
+def test_the_support_matrix_is_this() -> None:
+    assert list(BACKENDS) == ["sm100", "sm90", "sm80", "sm70", "mask"]
+    assert {name: BACKENDS[name].capabilities for name in WORDS} == WORDS
+    assert BACKENDS["mask"].make is MaskIndexer
+
+
+@pytest.mark.parametrize("backend", ["auto", "mask"])
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu")])
+def test_a_cpu_gets_the_mask_backend(device: Any, backend: str) -> None:
+    indexer = make_candidate_indexer(device, backend=backend)
+    assert type(indexer) is MaskIndexer
+    assert (indexer.name, indexer.device) == ("mask", CPU)
+    assert (indexer.topk, indexer.topk_blocks, indexer.memory_budget) == (512, 2048, 256 << 20)
+
+
+def test_an_indexed_cpu_takes_what_lies_on_the_cpu() -> None:
+    """torch puts a tensor of "cpu:0" on "cpu"."""
+    indexer = make_candidate_indexer("cpu:0", topk=2)
+    plan = plan_prefill([2], [1], device="cpu:0")
+    queries = IndexQ(torch.ones(1, 1, 128, dtype=torch.float16, device="cpu:0"))
+    keys = flat_index_k(torch.eye(3, 128) * torch.tensor([[1.0], [3.0], [2.0]]), "fp16")
+    inputs = PrefillIndexerInputs(plan, queries, torch.ones(1, 1), keys)
+    out = torch.full((1, 2), 7, dtype=torch.int32)
+    indexer.topk_prefill(inputs, out)
+    assert out.tolist() == [[1, 2]]
+
+
+@pytest.mark.parametrize("capability", FITTING)
+@pytest.mark.parametrize("name", WORDS)
+def test_each_backend_is_for_its_capabilities(
+    machine: Machine, released: None, name: str, capability: tuple[int, int]
+) -> None:
+    machine.capabilities = [capability]
+    major, minor = capability
+    unfit = f"is for compute capability {WORDS[name]}, cuda:0 has {major}.{minor}: "
+    unfit += "use backend='auto'"
+    expected = None if name in FITTING[capability] else unfit
+    assert why_not(name, torch.device("cuda", 0)) == expected
+    assert why_not("mask", torch.device("cuda", 0)) is None
+    if expected is None:
+        assert type(make_candidate_indexer("cuda", backend=name)) is Fake
+    else:
+        with refused(f"{name}: {expected}", BackendUnavailable):
+            make_candidate_indexer("cuda", backend=name)
+
+
+@pytest.mark.parametrize(("capability", "names"), FITTING.items())
+def test_auto_takes_the_first_that_can_run(
+    machine: Machine,
+    released: None,
+    fresh_log: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capability: tuple[int, int],
+    names: list[str],
+) -> None:
+    """Each one gone, the next."""
+    machine.capabilities = [capability]
+    caplog.set_level(logging.INFO, "sparse_indexer")
+    for name in names:
+        indexer = make_candidate_indexer("cuda")
+        assert type(indexer) is (MaskIndexer if name == "mask" else Fake)
+        assert caplog.messages[-1] == f"backend {name} on cuda:0"
+        assert indexer.device == torch.device("cuda", 0)
+        monkeypatch.setitem(BACKENDS, name, BACKENDS[name]._replace(make=None))
+    assert len(caplog.messages) == len(names)
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_what_is_not_in_the_release_is_said_to_be_so(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setitem(BACKENDS, name, BACKENDS[name]._replace(make=None))
+    machine.capabilities = [next(c for c, names in FITTING.items() if name in names)]
+    with refused(
+        f"{name}: is not in this release: use backend='mask'", BackendUnavailable
+    ) as raised:
+        make_candidate_indexer("cuda", backend=name)
+    assert isinstance(raised.value, RuntimeError)
+
+
+@pytest.mark.parametrize("name", WORDS)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_gpu_backend_needs_a_gpu(name: str, device: str) -> None:
+    message = f"{name}: needs an NVIDIA GPU, the device is {device}: use backend='mask'"
+    with refused(message, BackendUnavailable):
+        make_candidate_indexer(device, backend=name)
+
+
+def test_each_gpu_is_asked_for_itself(
+    machine: Machine, released: None, fresh_log: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The tensors' device counts, and "cuda" is the current one."""
+    machine.capabilities = [(7, 0), (9, 0), (12, 0)]
+    machine.current = 2
+    caplog.set_level(logging.INFO, "sparse_indexer")
+    for device, index, name in (
+        ("cuda", 2, "sm80"),
+        ("cuda:0", 0, "sm70"),
+        (torch.device("cuda", 1), 1, "sm90"),
+    ):
+        assert make_candidate_indexer(device).device == torch.device("cuda", index)
+        assert caplog.messages[-1] == f"backend {name} on cuda:{index}"
+    with refused(
+        "sm90: is for compute capability 9.0, cuda:2 has 12.0: use backend='auto'",
+        BackendUnavailable,
+    ):
+        make_candidate_indexer("cuda", backend="sm90")
+
+
+def test_auto_logs_its_choice_once_a_device(
+    machine: Machine, fresh_log: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine.capabilities = [(6, 1), (6, 1)]
+    caplog.set_level(logging.INFO, "sparse_indexer")
+    make_candidate_indexer("cpu", backend="mask")
+    assert not caplog.records
+    for _ in range(3):
+        for device in ("cpu", "cuda:0", "cuda:1", "cuda"):
+            make_candidate_indexer(device)
+    assert [(r.name, r.levelname, r.message) for r in caplog.records] == [
+        ("sparse_indexer", "INFO", f"backend mask on {device}")
+        for device in ("cpu", "cuda:0", "cuda:1")
+    ]
+
+
+def test_what_fails_to_be_made_is_not_logged(
+    fresh_log: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "sparse_indexer")
+    with refused("topk: expected an int of at least 0, got -1"):
+        make_candidate_indexer("cpu", topk=-1)
+    assert not caplog.records
+
+
+UNKNOWN_BACKENDS = {
+    "sm60": ("sm60", "'sm60'"),
+    "capital letters": ("Mask", "'Mask'"),
+    "none": (None, "None"),
+    "list": (["mask"], "a list"),
+}
+
+
+@pytest.mark.parametrize(("backend", "got"), UNKNOWN_BACKENDS.values(), ids=UNKNOWN_BACKENDS.keys())
+def test_an_unknown_backend_is_refused(backend: Any, got: str) -> None:
+    with refused(f"backend: expected {NAMES}, got {got}"):
+        make_candidate_indexer("cpu", backend=backend)
+
+
+UNKNOWN_DEVICES = {
+    "name": ("gpu", "'gpu'"),
+    "empty": ("", "''"),
+    "none": (None, "None"),
+    "float": (0.5, "0.5"),
+    "negative index": ("cuda:-1", "'cuda:-1'"),
+    "list": (["cpu"], "a list"),
+}
+
+
+@pytest.mark.parametrize(("device", "got"), UNKNOWN_DEVICES.values(), ids=UNKNOWN_DEVICES.keys())
+def test_an_unknown_device_is_refused(device: Any, got: str) -> None:
+    with refused(f"device: expected a torch device, got {got}"):
+        make_candidate_indexer(device)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0"])
+@pytest.mark.parametrize("backend", ["auto", "mask", "sm90"])
+def test_a_gpu_that_is_not_there_is_refused(machine: Machine, device: str, backend: str) -> None:
+    with refused(f"device: expected an NVIDIA GPU that torch can use, or 'cpu', got {device}"):
+        make_candidate_indexer(device, backend=backend)
+
+
+def test_an_index_beyond_the_gpus_is_refused(machine: Machine) -> None:
+    machine.capabilities = [(8, 0), (8, 0)]
+    with refused("device: expected cuda:0 to cuda:1, got cuda:2"):
+        make_candidate_indexer("cuda:2")
+
+
+OPTIONS = {"topk": 0, "topk_blocks": 1, "memory_budget": 1}  # the least of each
+NO_INTS = {"True": True, "1.0": 1.0, "None": None, "'8'": "8"}
+
+
+@pytest.mark.parametrize(("option", "least"), OPTIONS.items())
+def test_the_least_of_an_option_is_taken(option: str, least: int) -> None:
+    for value in (least, 100):
+        assert getattr(make_candidate_indexer("cpu", **{option: value}), option) == value
+    message = f"{option}: expected an int of at least {least}, got {least - 1}"
+    with refused(message):
+        make_candidate_indexer("cpu", **{option: least - 1})
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(("got", "value"), NO_INTS.items())
+def test_an_option_is_an_int(option: str, got: str, value: Any) -> None:
+    with refused(f"{option}: expected an int, got {got}"):
+        make_candidate_indexer("cpu", **{option: value})
+
+
+# What would slow an import down, or need a GPU: loaded by those who use it.
+LAZY = ("cupy", "tvm_ffi", "triton", "deep_gemm", "matplotlib", "typer", "rich", "transformers")
+IMPORT = f"""
+import sys
+import sparse_indexer
+assert "sparse_indexer.inputs" not in sys.modules and "torch" not in sys.modules
+import msgspec, numpy, torch  # what these load is their own affair
+before = set(sys.modules)
+for name in sparse_indexer.__all__:
+    getattr(sparse_indexer, name)
+assert sparse_indexer.make_candidate_indexer("cpu").name == "mask"
+loaded = {{name.partition(".")[0] for name in set(sys.modules) - before}}
+print("sparse_indexer" in loaded, sorted(loaded & set({LAZY!r})), torch.cuda.is_initialized())
+"""
+
+
+def test_an_import_loads_no_optional_package() -> None:
+    where = str(Path(sparse_indexer.__file__).parents[1])
+    path = os.pathsep.join(filter(None, (where, os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "True [] False\n"), done.stderr
+
+
+@pytest.mark.parametrize("name", sparse_indexer.__all__)
+def test_a_public_name_is_listed_and_has_one_home(name: str) -> None:
+    value = getattr(sparse_indexer, name)
+    assert value.__name__ == name
+    assert value is getattr(sys.modules[value.__module__], name)
+    assert name in dir(sparse_indexer)
+
+
+def test_another_name_is_no_attribute() -> None:
+    with pytest.raises(AttributeError, match=r"^module 'sparse_indexer' has no attribute 'topk'$"):
+        sparse_indexer.topk  # noqa: B018

@@ -1,0 +1,412 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled files on disk: what is a hit, what is not, and where things go. No real compiler runs."""
+
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from jit_support import CSRC, FakeToolkit, scale_kernel, use_empty_cache, use_fake_toolkit
+
+from sparse_indexer.errors import JitError
+from sparse_indexer.jit import artifacts, cache, kernel
+from sparse_indexer.jit.artifacts import device_artifact, host_artifact
+from sparse_indexer.jit.cache import Stored
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return use_empty_cache(tmp_path, monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def toolkit(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeToolkit:
+    return use_fake_toolkit(tmp_path, monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A temporary directory of the test's own, for fallbacks; warnings are new."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    cache._warn_unwritable.cache_clear()
+    yield folder
+    cache._warn_unwritable.cache_clear()
+
+
+def build(capability: tuple[int, int] = (9, 0), sources: Path = CSRC) -> Stored:
+    return device_artifact(scale_kernel(sources), capability)
+
+
+def path_of(stored: Stored) -> Path:
+    assert stored.path is not None
+    return stored.path
+
+
+def test_second_call_is_a_hit(root: Path, toolkit: FakeToolkit) -> None:
+    first, second = build(), build()
+    assert (first.fresh, second.fresh) == (True, False)
+    assert first.data == second.data
+    assert len(toolkit.calls) == 1
+    relative = path_of(second).relative_to(root).parts
+    assert relative[:3] == ("v1", "sm_90a", "scale")
+    assert relative[4] == "kernel.cubin"
+    assert sorted(os.listdir(path_of(second).parent)) == ["kernel.cubin", "meta.json"]
+    assert second.meta["size"] == len(second.data)
+    assert not os.listdir(root / "v1" / "staging")
+
+
+def test_host_module_has_an_entry_of_its_own(root: Path, toolkit: FakeToolkit) -> None:
+    assert host_artifact(scale_kernel()).fresh
+    stored = host_artifact(scale_kernel())
+    assert not stored.fresh
+    assert path_of(stored).name == "host.so"
+    assert len(toolkit.calls) == 1
+
+
+def test_two_architectures_in_one_cache(toolkit: FakeToolkit) -> None:
+    paths = {path_of(build(cc)) for cc in [(8, 0), (9, 0), (8, 0), (9, 0)]}
+    assert len(paths) == 2
+    assert len(toolkit.calls) == 2
+
+
+@pytest.mark.parametrize("damage", [b"", b"comp", b"compiled by someone else\n", None])
+def test_damaged_artifact_is_a_miss(toolkit: FakeToolkit, damage: bytes | None) -> None:
+    path = path_of(build())
+    if damage is None:
+        path.unlink()
+    else:
+        path.write_bytes(damage)
+    again = build()
+    assert again.fresh
+    assert path_of(again) == path
+    assert path.read_bytes() == again.data
+    assert not build().fresh
+    assert len(toolkit.calls) == 2
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", "7", "{}", '{"size": 3}', None])
+def test_damaged_meta_is_a_miss(toolkit: FakeToolkit, damage: str | None) -> None:
+    meta = path_of(build()).parent / "meta.json"
+    if damage is None:
+        meta.unlink()
+    else:
+        meta.write_text(damage)
+    assert build().fresh
+    assert not build().fresh
+
+
+def test_file_in_place_of_an_entry(toolkit: FakeToolkit) -> None:
+    folder = path_of(build()).parent
+    shutil.rmtree(folder)
+    folder.write_text("not a folder")
+    assert build().fresh
+    assert not build().fresh
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    """A copy of the test's kernel, to be changed."""
+    return Path(shutil.copytree(CSRC, tmp_path / "sources"))
+
+
+@pytest.mark.parametrize(
+    ("file", "device", "host"),
+    [
+        ("kernels/scale.h", True, True),
+        ("kernels/scale.cuh", True, False),
+        ("kernels/other.cuh", True, False),
+        ("host/scale.cc", False, True),
+        ("include/of/its/own.h", True, True),
+        ("README.md", False, False),
+    ],
+)
+def test_changed_source_is_built_again(sources: Path, file: str, device: bool, host: bool) -> None:
+    build(sources=sources)
+    host_artifact(scale_kernel(sources))
+    path = sources / file
+    before = path.stat() if path.exists() else None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as out:
+        out.write("// a comment\n")
+    if before:  # an older time does not hide it
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns - 10**12))
+    assert build(sources=sources).fresh is device
+    assert host_artifact(scale_kernel(sources)).fresh is host
+
+
+def test_header_of_the_library_counts(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = Path(shutil.copytree(kernel.SOURCES, tmp_path / "library"))
+    monkeypatch.setattr(kernel, "SOURCES", library)
+    monkeypatch.setattr(artifacts, "SOURCES", library)
+    build()
+    assert not build().fresh
+    header = library / "include/sparse_indexer/cstdint.h"
+    header.write_text(header.read_text().replace("// int8_t", "// a comment, int8_t"))
+    assert build().fresh
+
+
+def test_untouched_copy_elsewhere_is_a_hit(sources: Path, tmp_path: Path) -> None:
+    build(sources=sources)
+    copy = shutil.copytree(sources, tmp_path / "elsewhere/deeper", copy_function=shutil.copyfile)
+    assert not build(sources=Path(copy)).fresh
+
+
+def test_same_compiler_elsewhere_is_a_hit(
+    toolkit: FakeToolkit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build()
+    host_artifact(scale_kernel())
+    copy = Path(shutil.copytree(toolkit.home, tmp_path / "copy"))
+    monkeypatch.setenv("CUDA_HOME", str(copy))
+    monkeypatch.setenv("CXX", str(copy / "bin/g++"))
+    assert not build().fresh
+    assert not host_artifact(scale_kernel()).fresh
+
+
+@pytest.mark.parametrize("part", ["bin/nvcc", "bin/ptxas", "nvvm/bin/cicc"])
+def test_other_device_compiler_is_a_miss(toolkit: FakeToolkit, part: str) -> None:
+    build()
+    path = toolkit.home / part
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as out:
+        out.write("# another version\n")
+    assert build().fresh
+
+
+def test_other_host_compiler_is_a_miss(
+    toolkit: FakeToolkit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host_artifact(scale_kernel())
+    with (toolkit.bin / "g++").open("a") as out:
+        out.write("# another version\n")
+    assert host_artifact(scale_kernel()).fresh
+    monkeypatch.setenv("CXX", f"{toolkit.bin / 'g++'} -O3")
+    assert host_artifact(scale_kernel()).fresh
+
+
+def test_other_cuda_headers_are_a_miss(toolkit: FakeToolkit) -> None:
+    build()
+    header = toolkit.home / "include/cuda_runtime_api.h"
+    header.write_text(header.read_text() + "// 12.9.1\n")
+    assert build().fresh
+
+
+def test_other_flags_are_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    build()
+    monkeypatch.setenv("SPARSE_INDEXER_LINEINFO", "1")
+    assert build().fresh
+
+
+def test_compiler_that_wrote_nothing(toolkit: FakeToolkit) -> None:
+    for order in ("empty", "nothing"):
+        toolkit.order(order)
+        with pytest.raises(JitError, match="cannot build scale for sm_90a, with nvcc 12.9"):
+            build()
+    (toolkit.bin / "empty").unlink()
+    (toolkit.bin / "nothing").unlink()
+    assert build().fresh
+
+
+def test_compiler_that_fails_once(root: Path, toolkit: FakeToolkit) -> None:
+    toolkit.order("fail_once")
+    with pytest.raises(JitError, match="the first time goes wrong") as caught:
+        build()
+    lines = str(caught.value).splitlines()
+    assert lines[0].endswith(": unit.cu(3): error: the first time goes wrong")
+    assert lines[1].startswith(f"  command: {toolkit.bin}/nvcc -cubin -std=c++17")
+    log = Path(lines[2].removeprefix("  log: "))
+    assert log.is_relative_to(root)
+    assert "the first time goes wrong" in log.read_text()
+    assert "SPARSE_INDEXER_ENTRY(scale_1, Scale<1>)" in log.read_text()
+    assert not list((root / "v1").glob("sm_90a/scale/*"))
+    assert build().fresh
+    assert not build().fresh
+
+
+def test_mode_cached(root: Path, toolkit: FakeToolkit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARSE_INDEXER_JIT", "cached")
+    with pytest.raises(JitError, match="scale for sm_90a is not in the cache") as caught:
+        build()
+    assert str(root) in str(caught.value)
+    assert "python -m sparse_indexer compile" in str(caught.value)
+    assert not toolkit.calls
+    assert not root.exists()
+    monkeypatch.setenv("SPARSE_INDEXER_JIT", "auto")
+    build()
+    monkeypatch.setenv("SPARSE_INDEXER_JIT", "cached")
+    assert not build().fresh
+
+
+def test_mode_rebuild(toolkit: FakeToolkit, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = build()
+    monkeypatch.setattr(artifacts, "_rebuilt", set())
+    monkeypatch.setenv("SPARSE_INDEXER_JIT", "rebuild")
+    second = build()
+    assert second.fresh
+    assert second.data != first.data
+    assert path_of(second).read_bytes() == second.data
+    assert not build().fresh  # once a process is enough
+    assert len(toolkit.calls) == 2
+
+
+def test_unknown_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARSE_INDEXER_JIT", "never")
+    with pytest.raises(ValueError, match="SPARSE_INDEXER_JIT: expected 'auto' or 'cached'"):
+        build()
+
+
+def test_read_only_roots(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build()
+    shipped = root.rename(tmp_path / "shipped")
+    before = sorted(shipped.rglob("*"))
+    monkeypatch.setenv("SPARSE_INDEXER_CACHE_DIR", f"{root}:/nonexistent:{shipped}")
+    stored = build()
+    assert not stored.fresh
+    assert path_of(stored).is_relative_to(shipped)
+    assert not root.exists()
+    assert build((8, 0)).fresh
+    assert root.exists()
+    assert sorted(shipped.rglob("*")) == before
+
+
+def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = tmp_path / "home"
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("SPARSE_INDEXER_CACHE_DIR")
+    assert cache.roots() == (home / ".cache/sparse_indexer", [])
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    assert cache.roots() == (Path("/xdg/sparse_indexer"), [])
+    monkeypatch.setenv("SPARSE_INDEXER_CACHE_DIR", "~/a:/b::/c")
+    assert cache.roots() == (home / "a", [Path("/b"), Path("/c")])
+    monkeypatch.setenv("SPARSE_INDEXER_CACHE_DIR", ":/b")
+    assert cache.roots() == (Path("/xdg/sparse_indexer"), [Path("/b")])
+
+
+@pytest.fixture(params=["a file in the way", "a file system that takes no folders"])
+def unwritable(request: pytest.FixtureRequest, root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A root that nobody can write, root included."""
+    place = Path("/proc/self/cache")
+    if request.param == "a file in the way":
+        root.write_text("a file")
+        place = root / "cache"
+    monkeypatch.setenv("SPARSE_INDEXER_CACHE_DIR", str(place))
+    return place
+
+
+def test_unwritable_root(
+    unwritable: Path, temporary: Path, toolkit: FakeToolkit, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "sparse_indexer"):
+        first, second, third = build(), build(), build((8, 0))
+    assert [s.fresh for s in (first, second, third)] == [True, False, True]
+    assert len(toolkit.calls) == 2
+    private = temporary / f"sparse_indexer-{os.getuid()}"
+    assert path_of(second).is_relative_to(private)
+    assert private.stat().st_mode & 0o777 == 0o700
+    (record,) = caplog.records
+    assert f"the cache folder {unwritable} is not writable" in record.message
+    assert str(private) in record.message
+
+
+@pytest.mark.parametrize("kind", ["readable by all", "a link", "somebody else's"])
+def test_private_folder_is_not_trusted_blindly(
+    unwritable: Path,
+    temporary: Path,
+    tmp_path: Path,
+    toolkit: FakeToolkit,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    private = temporary / f"sparse_indexer-{os.getuid()}"
+    if kind == "a link":
+        (tmp_path / "target").mkdir(mode=0o700)
+        private.symlink_to(tmp_path / "target")
+    else:
+        private.mkdir(mode=0o755 if kind == "readable by all" else 0o700)
+    if kind == "somebody else's":
+        user = os.getuid()
+        private.rename(temporary / f"sparse_indexer-{user + 1}")
+        monkeypatch.setattr("os.getuid", lambda: user + 1)
+        assert (temporary / f"sparse_indexer-{user + 1}").stat().st_uid == user
+    stored = build()
+    assert stored.fresh
+    assert stored.path is None
+    assert stored.data.startswith(b"compiled by")
+    assert not list(tmp_path.glob("target/*"))
+    assert not list(private.glob("*"))
+
+
+def test_disk_that_fills_up(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cache, "_write", full)
+    with caplog.at_level(logging.WARNING, "sparse_indexer"):
+        stored = build()
+    assert stored.path is None
+    assert stored.data.startswith(b"compiled by")
+    assert "cannot keep scale for sm_90a" in caplog.text
+
+
+def test_lost_race_uses_its_own_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody else's entry appears while this one is compiled, and stays."""
+    original = cache.publish
+
+    def publish_second(*arguments: object, **keywords: object) -> Stored:
+        place, entry, data, meta = arguments
+        with cache.workspace() as other:
+            original(other, entry, b"the winner's", meta, replace=False)
+        return original(place, entry, data, meta, replace=False)
+
+    monkeypatch.setattr(cache, "publish", publish_second)
+    loser = build()
+    assert loser.data.startswith(b"compiled by")
+    assert path_of(loser).read_bytes() == b"the winner's"
+    assert build().data == b"the winner's"
+
+
+def test_no_compiler_at_all_still_hits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that was shipped a cache needs neither nvcc nor g++."""
+    device, host = build(), host_artifact(scale_kernel())
+    for name in ("PATH", "CXX", "CUDA_HOME"):
+        monkeypatch.setenv(name, "/nonexistent")
+    monkeypatch.setattr("sparse_indexer.jit.compilers.wheel_folders", lambda *names: iter(()))
+    monkeypatch.setattr("os.access", _without("/usr/local/cuda/bin/nvcc"))
+    assert build().data == device.data
+    assert host_artifact(scale_kernel()).data == host.data
+    with pytest.raises(JitError, match="there is no device compiler"):
+        build((8, 0))
+
+
+def _without(hidden: str):  # type: ignore[no-untyped-def]
+    original = os.access
+    return lambda path, mode: str(path) != hidden and original(path, mode)
+
+
+def test_what_killed_builders_left_is_swept(root: Path) -> None:
+    build()
+    old, new = root / "v1/staging/old", root / "v1/staging/new"
+    for folder in (old, new):
+        (folder / "entry").mkdir(parents=True)
+    os.utime(old, (0, 0))
+    build((8, 0))
+    assert not old.exists()
+    assert new.exists()
+
+
+def test_clear(root: Path) -> None:
+    build()
+    (root / "notes.txt").write_text("not ours")
+    assert cache.clear() == [root]
+    assert os.listdir(root) == ["notes.txt"]
+    assert cache.clear() == []
+    assert build().fresh

@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real compilers: both make machine code for every target, and fail with a useful word."""
+
+import re
+import struct
+from pathlib import Path
+
+import pytest
+from jit_support import (
+    CSRC,
+    NVCC,
+    NVRTC,
+    VARIANTS,
+    needs_gxx,
+    needs_nvcc,
+    needs_nvrtc,
+    run_python,
+    scale_kernel,
+    use_empty_cache,
+)
+
+from sparse_indexer.errors import JitError
+from sparse_indexer.jit import Kernel, compilers
+from sparse_indexer.jit.artifacts import device_artifact, host_artifact
+
+TARGETS = {
+    (7, 0): "sm_70",
+    (7, 5): "sm_75",
+    (8, 0): "sm_80",
+    (8, 6): "sm_86",
+    (8, 9): "sm_89",
+    (9, 0): "sm_90a",
+    (10, 0): "sm_100a",
+    (10, 3): "sm_103a",
+    (12, 0): "sm_120f",
+    (12, 1): "sm_121a",
+}
+VOLTA = pytest.param(
+    (7, 0),
+    marks=pytest.mark.skipif(
+        NVRTC is None or NVRTC.version >= (13, 0), reason="needs the NVRTC of CUDA 12"
+    ),
+)
+
+
+@pytest.fixture(autouse=True)
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return use_empty_cache(tmp_path, monkeypatch)
+
+
+def check_cubin(cubin: bytes, target: str) -> None:
+    """An ELF for NVIDIA's GPUs with our symbols and this architecture."""
+    assert cubin[:4] == b"\x7fELF"
+    assert struct.unpack_from("<H", cubin, 18) == (190,)
+    for symbol in VARIANTS:
+        assert f".text.{symbol}\0".encode() in cubin
+    (flags,) = struct.unpack_from("<I", cubin, 48)
+    number = int(re.sub(r"\D", "", target))
+    assert number in (flags & 0xFF, flags >> 8 & 0xFF)
+    assert b".target sm_" not in cubin  # machine code only, no PTX
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("capability", [VOLTA, *list(TARGETS)[1:]])
+def test_nvrtc(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARSE_INDEXER_COMPILER", "nvrtc")
+    stored = device_artifact(scale_kernel(), capability)
+    assert stored.meta["target"] == TARGETS[capability]
+    check_cubin(stored.data, TARGETS[capability])
+    assert set(stored.meta["resources"]) == set(VARIANTS)
+    assert not stored.meta["warnings"]
+
+
+@needs_nvcc
+@pytest.mark.parametrize("capability", list(TARGETS)[1:])
+def test_nvcc(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARSE_INDEXER_COMPILER", "nvcc")
+    stored = device_artifact(scale_kernel(), capability)
+    check_cubin(stored.data, TARGETS[capability])
+    assert set(stored.meta["resources"]) == set(VARIANTS)
+    assert stored.meta["built_by"].startswith("nvcc ")
+
+
+@needs_nvcc
+@pytest.mark.skipif(NVCC is None or NVCC.version < (13, 0), reason="needs CUDA 13")
+def test_volta_with_cuda_13(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARSE_INDEXER_COMPILER", "nvcc")
+    with pytest.raises(JitError, match="cannot build scale for sm_70, with nvcc 13") as caught:
+        device_artifact(scale_kernel(), (7, 0))
+    assert "has dropped sm_70: install the CUDA 12 compiler" in str(caught.value)
+    assert "pip install 'sparse-indexer[cuda12]'" in str(caught.value)
+
+
+def write_kernel(folder: Path, text: str) -> Kernel:
+    (folder / "kernels").mkdir()
+    (folder / "kernels/odd.cuh").write_text(text)
+    return Kernel("odd", {"odd": "Odd<1, 2>"}, root=folder)
+
+
+ODD = """
+struct OddParams { float* x; };
+template <int A, int B>
+struct Odd {
+  static constexpr int kThreads = 32, kMinBlocks = 1;
+  using Params = OddParams;
+  static __device__ void run(const Params& p) { BODY }
+};
+"""
+both = pytest.mark.parametrize(
+    "compiler", [pytest.param("nvrtc", marks=needs_nvrtc), pytest.param("nvcc", marks=needs_nvcc)]
+)
+
+
+@both
+@pytest.mark.parametrize(
+    "headers", ["cuda_fp16.h", "cuda_fp8.h", "cuda/std/cstdint", "sparse_indexer/cstdint.h"]
+)
+def test_headers(
+    compiler: str, headers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of CUDA, of libcu++ and our own, which has the same integers in either order."""
+    monkeypatch.setenv("SPARSE_INDEXER_COMPILER", compiler)
+    lines = [
+        f"#include <{headers}>",
+        '#include "sparse_indexer/cstdint.h"',
+        f"#include <{headers}>",
+    ]
+    body = "int64_t i = threadIdx.x; p.x[i] = sizeof(int64_t) == 8 && sizeof(uint8_t) == 1;"
+    kernel = write_kernel(tmp_path, "\n".join(lines) + ODD.replace("BODY", body))
+    assert device_artifact(kernel, (8, 0)).fresh
+
+
+@both
+def test_error_in_a_kernel(
+    compiler: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPARSE_INDEXER_COMPILER", compiler)
+    kernel = write_kernel(tmp_path, ODD.replace("BODY", "p.x[0] = nowhere;"))
+    with pytest.raises(JitError) as caught:
+        device_artifact(kernel, (9, 0))
+    first, command, log = str(caught.value).splitlines()
+    assert first.startswith(f"cannot build odd for sm_90a, with {compiler} ")
+    assert 'odd.cuh(7): error: identifier "nowhere" is undefined' in first
+    assert "-arch=sm_90a" in command
+    path = Path(log.removeprefix("  log: "))
+    assert path.is_relative_to(root)
+    text = path.read_text()
+    assert 'identifier "nowhere" is undefined' in text
+    assert "SPARSE_INDEXER_ENTRY(odd, Odd<1, 2>)" in text
+
+
+@both
+def test_params_are_limited(compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARSE_INDEXER_COMPILER", compiler)
+    text = ODD.replace("float* x;", "float x[1025];").replace("BODY", "")
+    with pytest.raises(JitError, match="odd: Params exceed 4 KB"):
+        device_artifact(write_kernel(tmp_path, text), (8, 0))
+
+
+@both
+def test_floats_are_exact(compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No fast math: a division is a division, and subnormals stay."""
+    monkeypatch.setenv("SPARSE_INDEXER_COMPILER", compiler)
+    body = """
+#if defined(__FAST_MATH__) || defined(__CUDA_FTZ) && __CUDA_FTZ
+#error fast math
+#endif
+    """
+    kernel = write_kernel(tmp_path, ODD.replace("BODY", body + "p.x[0] = p.x[1] / p.x[2];"))
+    assert device_artifact(kernel, (8, 0)).fresh
+
+
+@both
+def test_machine_code_is_reproducible(
+    compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPARSE_INDEXER_COMPILER", compiler)
+    first = device_artifact(scale_kernel(), (8, 0))
+    monkeypatch.setenv("SPARSE_INDEXER_CACHE_DIR", str(tmp_path / "another"))
+    second = device_artifact(scale_kernel(), (8, 0))
+    assert second.fresh
+    assert first.data == second.data
+
+
+@needs_nvrtc
+def test_missing_libcu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half an install: CUDA's headers without those of libcu++."""
+    (runtime,) = [f for f in NVRTC.include_dirs if (f / "cuda_fp16.h").is_file()]  # type: ignore[union-attr]
+    if (runtime / "cuda/std/cstdint").is_file():
+        pytest.skip("this toolkit has both in one folder")
+    monkeypatch.setattr(compilers, "cuda_headers", lambda major: (runtime,))
+    kernel = write_kernel(tmp_path, "#include <cuda/std/cstdint>" + ODD.replace("BODY", ""))
+    with pytest.raises(JitError, match="cannot open source file") as caught:
+        device_artifact(kernel, (8, 0))
+    assert "hint: CUDA's C++ headers are missing: pip install 'nvidia-cuda-cccl" in str(
+        caught.value
+    )
+
+
+def test_no_device_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither CuPy nor nvcc: what was tried, and what to install."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setenv("CUDA_HOME", "/nonexistent/cuda")
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    with pytest.raises(JitError) as caught:
+        device_artifact(scale_kernel(), (9, 0))
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "cannot build scale for sm_90a: there is no device compiler"
+    assert lines[1] == "  nvrtc: CuPy is not installed"
+    assert lines[2].startswith("  nvcc: /nonexistent/cuda/bin/nvcc, ")
+    assert lines[2].endswith("/usr/local/cuda/bin/nvcc, the PATH")
+    assert "pip install 'sparse-indexer[cuda12]'" in lines[3]
+
+
+def test_wished_compiler_is_the_only_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARSE_INDEXER_COMPILER", "nvrtc")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    search = compilers.find_device_compiler()
+    assert search.found is None
+    assert search.places == ("nvrtc: CuPy is not installed",)
+    monkeypatch.setenv("SPARSE_INDEXER_COMPILER", "clang")
+    with pytest.raises(ValueError, match="SPARSE_INDEXER_COMPILER: expected 'nvrtc' or 'nvcc'"):
+        compilers.find_device_compiler()
+
+
+def test_no_host_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/nonexistent/c++")
+    with pytest.raises(JitError) as caught:
+        host_artifact(scale_kernel())
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "cannot build the host entry of scale: there is no C++ compiler"
+    assert lines[1] == "  tried /nonexistent/c++ on the PATH"
+    assert "apt-get install g++" in lines[2]
+
+
+@needs_gxx
+def test_old_host_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = tmp_path / "g++"
+    old.write_text(
+        "#!/bin/sh\necho \"g++: error: unrecognized command line option '-std=c++17'\"; exit 1"
+    )
+    old.chmod(0o755)
+    monkeypatch.setenv("CXX", str(old))
+    with pytest.raises(
+        JitError, match="(?s)cannot build the host entry of scale, with .*older than C"
+    ):
+        host_artifact(scale_kernel())
+
+
+HIT = """
+import time
+events = []
+names = ("subprocess.", "os.exec", "os.fork", "os.posix_spawn", "os.system", "fcntl.", "os.rename")
+sys.addaudithook(lambda name, _: events.append(name) if name.startswith(names) else None)
+import tvm_ffi
+start = time.perf_counter()
+stored = device_artifact(kernel, (9, 0))
+module = load(kernel, torch.device("cpu"))
+print(stored.fresh, module.scale is not None, "cupy" in sys.modules, events)
+print(time.perf_counter() - start)
+"""
+
+
+@needs_nvrtc
+@needs_gxx
+def test_hit_in_a_fresh_process(root: Path) -> None:
+    """It starts no process, takes no lock, imports no compiler, and takes no time to speak of."""
+    assert run_python(HIT).startswith("True True True")
+    before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
+    facts, seconds = run_python(HIT).splitlines()
+    assert facts == "False True False []"
+    assert float(seconds) < 0.5
+    assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A kernel before it is compiled, its targets, and what is read from a compiler's output."""
+
+import pytest
+from jit_support import CSRC, scale_kernel
+
+from sparse_indexer.jit import Kernel
+from sparse_indexer.jit.hints import first_error, hint_for
+from sparse_indexer.jit.kernel import SOURCES, all_kernels
+from sparse_indexer.jit.parallel import max_jobs
+from sparse_indexer.jit.resources import Resources, parse_resources, parse_warnings
+from sparse_indexer.jit.targets import parse_arch, target_of
+
+
+def test_unit() -> None:
+    kernel = Kernel("topk", {"topk_512": "Topk<512, float>", "topk_1024": "Topk<1024, float>"})
+    assert kernel.unit == (
+        '#include "kernels/topk.cuh"\n'
+        '#include "sparse_indexer/entry.cuh"\n'
+        "SPARSE_INDEXER_ENTRY(topk_512, Topk<512, float>)\n"
+        "SPARSE_INDEXER_ENTRY(topk_1024, Topk<1024, float>)\n"
+    )
+    assert kernel.host_source == SOURCES / "host" / "topk.cc"
+    assert SOURCES in kernel.include_dirs
+
+
+def test_names_are_c_identifiers() -> None:
+    with pytest.raises(AssertionError, match="'top-k' is no C identifier"):
+        Kernel("top-k", {"a": "A"})
+    with pytest.raises(AssertionError, match="no variant"):
+        Kernel("topk", {})
+
+
+def test_sources_of_a_test_kernel_come_before_the_library_s() -> None:
+    assert scale_kernel().include_dirs[0] == CSRC
+
+
+def test_kernels_of_the_library_have_their_files() -> None:
+    for name, kernel in all_kernels().items():
+        assert kernel.name == name
+        assert (SOURCES / "kernels" / f"{name}.cuh").is_file()
+        assert kernel.host_source.is_file()
+
+
+@pytest.mark.parametrize(
+    ("capability", "target"),
+    [
+        ((7, 0), "sm_70"),
+        ((7, 5), "sm_75"),
+        ((8, 0), "sm_80"),
+        ((8, 6), "sm_86"),
+        ((8, 9), "sm_89"),
+        ((9, 0), "sm_90a"),
+        ((10, 0), "sm_100a"),
+        ((10, 3), "sm_103a"),
+        ((12, 0), "sm_120f"),
+        ((12, 1), "sm_121a"),
+    ],
+)
+def test_target_of_a_capability(capability: tuple[int, int], target: str) -> None:
+    assert target_of(capability, (12, 9)) == target
+    assert target_of(capability, (13, 0)) == target
+
+
+def test_family_target_needs_a_new_compiler() -> None:
+    assert target_of((12, 0), (12, 8)) == "sm_120a"
+
+
+def test_arch_as_people_write_it() -> None:
+    assert parse_arch("9.0", (12, 9)) == ((9, 0), "sm_90a")
+    assert parse_arch(" 10.0a", (12, 9)) == ((10, 0), "sm_100a")
+    assert parse_arch("12.0f", (12, 8)) == ((12, 0), "sm_120f")
+    for text in ("sm_90", "9", "9.0x", ""):
+        with pytest.raises(ValueError, match=r"arch: expected compute capabilities like 8.0,9.0a"):
+            parse_arch(text, (12, 9))
+
+
+def test_kernel_is_for_some_capabilities() -> None:
+    kernel = Kernel("logits", {"logits": "Logits"}, capabilities=(90, 90))
+    assert kernel.is_for((9, 0))
+    assert not kernel.is_for((8, 9))
+    assert not kernel.is_for((10, 0))
+
+
+LOG = """\
+nvrtc: warning: Architectures prior to '<compute/sm>_75' are deprecated and may be removed in a
+ptxas warning : Value of threads per SM for entry a is out of range. .minnctapersm will be ignored
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'a' for 'sm_90a'
+ptxas info    : Function properties for a
+    16 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads
+ptxas info    : Used 40 registers, used 1 barriers, 132 bytes smem
+ptxas info    : Compiling entry function 'b' for 'sm_90a'
+ptxas info    : Function properties for b
+ptxas         .     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 14 registers, used 0 barriers
+"""
+
+
+def test_resources_and_warnings_of_a_log() -> None:
+    assert parse_resources(LOG) == {"a": Resources(40, 20, 132), "b": Resources(14, 0, 0)}
+    (warning,) = parse_warnings(LOG)
+    assert "minnctapersm" in warning
+    assert parse_resources("") == {}
+
+
+@pytest.mark.parametrize(
+    ("output", "target", "compiler", "hint"),
+    [
+        (
+            "nvrtc: error: invalid value for --gpu-architecture (-arch)",
+            "sm_70",
+            (13, 0),
+            "has dropped sm_70: install the CUDA 12 compiler",
+        ),
+        (
+            "nvcc fatal   : Unsupported gpu architecture 'sm_100a'",
+            "sm_100a",
+            (12, 4),
+            "CUDA 12.4 does not know sm_100a",
+        ),
+        (
+            'a.cu(1): catastrophic error: cannot open source file "cuda/std/cstdint"',
+            "sm_80",
+            (12, 9),
+            "pip install 'nvidia-cuda-cccl-cu12==12.*'",
+        ),
+        (
+            'a.cu(1): catastrophic error: cannot open source file "cuda_fp16.h"',
+            "sm_80",
+            (13, 0),
+            "pip install 'nvidia-cuda-runtime==13.*'",
+        ),
+        (
+            "ptxas fatal   : Unsupported .version 8.8; current version is '8.5'",
+            "sm_80",
+            (12, 9),
+            "of different versions",
+        ),
+        ("sh: 1: gcc: not found", "sm_80", (12, 9), "needs a host compiler"),
+        ("g++: error: unrecognized command-line option '-std=c++17'", "", None, "older than C++17"),
+        ("a.cc:1: fatal error: tvm/ffi/any.h: No such file", "", None, "apache-tvm-ffi"),
+        ("a.cc(1): error: something of our own", "sm_80", (12, 9), None),
+    ],
+)
+def test_hints(
+    output: str, target: str, compiler: tuple[int, int] | None, hint: str | None
+) -> None:
+    found = hint_for(output, target, compiler)
+    assert (hint in found) if hint and found else hint == found
+
+
+def test_first_error() -> None:
+    output = "a.cu(1): warning: x\n\na.cu(2): error: identifier y is undefined\nz.cu(3): error: z\n"
+    assert first_error(output) == "a.cu(2): error: identifier y is undefined"
+    assert first_error("Killed\n") == "Killed"
+    assert first_error("") == "no output"
+
+
+def test_compilers_are_capped_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(64)))
+    monkeypatch.setattr("sparse_indexer.jit.parallel._available_memory", lambda: 9 << 30)
+    assert max_jobs() == 4
+    monkeypatch.setattr("sparse_indexer.jit.parallel._available_memory", lambda: 1 << 20)
+    assert max_jobs() == 1
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr("sparse_indexer.jit.parallel._available_memory", lambda: 1 << 40)
+    assert max_jobs() == 2
