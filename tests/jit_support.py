@@ -179,7 +179,7 @@ class PretendCuda:
         new = ctypes.pythonapi.PyCapsule_New
         new.restype, new.argtypes = (
             ctypes.py_object,
-            [ctypes.c_void_p, ctypes.c_char_p] + [ctypes.c_void_p],
+            [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p],
         )
         return new(ctypes.addressof(managed), b"dltensor", None)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled files on disk: what is a hit, what is not, and where things go. No real compiler runs."""
+"""Compiled files on disk: what is a hit, what is not, where things go. No real compiler runs."""
 
 import logging
 import os
@@ -206,7 +206,7 @@ def test_other_flags_are_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_compiler_that_wrote_nothing(toolkit: FakeToolkit) -> None:
     for order in ("empty", "nothing"):
         toolkit.order(order)
-        with pytest.raises(JitError, match="cannot build scale for sm_90a, with nvcc 12.9"):
+        with pytest.raises(JitError, match=r"cannot build scale for sm_90a, with nvcc 12\.9"):
             build()
     (toolkit.bin / "empty").unlink()
     (toolkit.bin / "nothing").unlink()

@@ -88,7 +88,7 @@ def test_contiguous(checks: Any) -> None:
     for good in (x, x[2:4], x[:1, 3:5], x[:0, ::2]):
         checks.contiguous(good)
     for bad in (x.t(), x[:, :3], x[::2], x[:, ::2]):
-        with pytest.raises(ValueError, match="^x: expected a contiguous tensor, got strides"):
+        with pytest.raises(ValueError, match=r"^x: expected a contiguous tensor, got strides"):
             checks.contiguous(bad)
 
 
@@ -105,7 +105,7 @@ def test_aligned(checks: Any) -> None:
         checks.aligned(good)
     with pytest.raises(
         ValueError,
-        match="^x: expected an address that is a multiple of 16, got one that is 4 past it",
+        match=r"^x: expected an address that is a multiple of 16, got one that is 4 past it",
     ):
         checks.aligned(x[:, 1:5])
     with pytest.raises(

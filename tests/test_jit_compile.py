@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from jit_support import (
-    CSRC,
     NVCC,
     NVRTC,
     VARIANTS,
@@ -22,6 +21,7 @@ from jit_support import (
 from sparse_indexer.errors import JitError
 from sparse_indexer.jit import Kernel, compilers
 from sparse_indexer.jit.artifacts import device_artifact, host_artifact
+from sparse_indexer.jit.kernel import all_kernels
 
 TARGETS = {
     (7, 0): "sm_70",
@@ -79,6 +79,27 @@ def test_nvcc(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> N
     check_cubin(stored.data, TARGETS[capability])
     assert set(stored.meta["resources"]) == set(VARIANTS)
     assert stored.meta["built_by"].startswith("nvcc ")
+
+
+@pytest.mark.parametrize("kernel", all_kernels().values(), ids=list(all_kernels()))
+@pytest.mark.parametrize(
+    ("compiler", "capability"),
+    [
+        *(pytest.param("nvrtc", cc, marks=needs_nvrtc) for cc in ((7, 5), (8, 0), (9, 0), (12, 0))),
+        pytest.param("nvrtc", *VOLTA.values, marks=VOLTA.marks),
+        *(pytest.param("nvcc", cc, marks=needs_nvcc) for cc in ((7, 5), (9, 0))),
+    ],
+)
+def test_every_kernel_of_the_library(
+    kernel: Kernel, compiler: str, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a warning, by both compilers, for what it is for."""
+    if not kernel.is_for(capability):
+        pytest.skip(f"{kernel.name} is not for {capability}")
+    monkeypatch.setenv("SPARSE_INDEXER_COMPILER", compiler)
+    stored = device_artifact(kernel, capability)
+    assert set(stored.meta["resources"]) == set(kernel.variants)
+    assert not stored.meta["warnings"]
 
 
 @needs_nvcc
@@ -244,7 +265,7 @@ def test_old_host_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     old.chmod(0o755)
     monkeypatch.setenv("CXX", str(old))
     with pytest.raises(
-        JitError, match="(?s)cannot build the host entry of scale, with .*older than C"
+        JitError, match=r"(?s)cannot build the host entry of scale, with .*older than C"
     ):
         host_artifact(scale_kernel())
 

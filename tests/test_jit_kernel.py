@@ -137,6 +137,12 @@ def test_resources_and_warnings_of_a_log() -> None:
             (12, 9),
             "of different versions",
         ),
+        (
+            "error: CuPy cannot use NVRTC: libnvrtc.so.13: cannot open shared object file",
+            "sm_80",
+            (12, 9),
+            "must be for one CUDA major: pip install 'sparse-indexer[cuda12]'",
+        ),
         ("sh: 1: gcc: not found", "sm_80", (12, 9), "needs a host compiler"),
         ("g++: error: unrecognized command-line option '-std=c++17'", "", None, "older than C++17"),
         ("a.cc:1: fatal error: tvm/ffi/any.h: No such file", "", None, "apache-tvm-ffi"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading and launching against a driver that runs nothing: what it is asked for, in which order."""
+"""Loading and launching with a driver that runs nothing: what it is asked for, in which order."""
 
 import json
 import subprocess
@@ -144,7 +144,7 @@ def launch_of(facts: dict[str, Any]) -> str:
 
 @needs_gxx
 def test_load(facts: dict[str, Any]) -> None:
-    """In the primary context, all variants, all the shared memory there is, nothing left for later."""
+    """In the primary context, all variants, all the shared memory, nothing left for later."""
     a_variant = ["cuKernelSetAttribute 8 231424", "cuKernelGetFunction", "cuFuncLoad"]
     assert facts["load"]["error"] is None
     assert facts["load"]["calls"] == [

@@ -103,7 +103,7 @@ def test_warmup(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [call[:2] for call in host.loads] == [("scale", 1)]
     warmup(GPU[0])
     assert [call[:2] for call in host.loads[1:]] == [("scale", 0), ("hopper", 0)]
-    with pytest.raises(JitError, match="hopper is for compute capability 9.0, cuda:1 has 8.0"):
+    with pytest.raises(JitError, match=r"hopper is for compute capability 9\.0, cuda:1 has 8\.0"):
         warmup(GPU[1], [hopper])
     with pytest.raises(ValueError, match="device: expected a CUDA device, got cpu"):
         warmup("cpu")
@@ -111,7 +111,7 @@ def test_warmup(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_range_of_capabilities_in_the_message(host: Host) -> None:
     turing = Kernel("turing", {"turing": "Turing"}, capabilities=(70, 75))
-    with pytest.raises(JitError, match="is for compute capability 7.0 to 7.5, cuda:0 has 9.0"):
+    with pytest.raises(JitError, match=r"is for compute capability 7\.0 to 7\.5, cuda:0 has 9\.0"):
         load(turing, GPU[0])
 
 
@@ -132,7 +132,9 @@ def test_driver_older_than_the_compiler(
     monkeypatch.setattr(loading, "driver_version", lambda: driver)
     host.error = "scale on cuda:0: cuLibraryLoadData: CUDA_ERROR_INVALID_IMAGE (...)"
     kernel = scale_kernel()
-    with pytest.raises(JitError, match="^cannot load scale on cuda:0: cuLibraryLoadData") as caught:
+    with pytest.raises(
+        JitError, match=r"^cannot load scale on cuda:0: cuLibraryLoadData"
+    ) as caught:
         load(kernel, GPU[0])
     assert ("hint" in str(caught.value)) is (hint is not None)
     if hint:
@@ -148,5 +150,5 @@ def test_module_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.Monkey
     broken = tmp_path / "host.so"
     broken.write_bytes(b"no shared library")
     stored = Stored(b"no shared library", broken, {}, False)
-    with pytest.raises(JitError, match="cannot load the host entry of scale: .*(invalid|short)"):
+    with pytest.raises(JitError, match=r"cannot load the host entry of scale: .*(invalid|short)"):
         loading._open(scale_kernel(), stored)

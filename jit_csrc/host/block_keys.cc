@@ -33,8 +33,8 @@ void block_keys(TensorView logits, TensorView lens, TensorView out, int64_t skip
   params.width = static_cast<int32_t>(width);
   params.blocks = static_cast<int32_t>(blocks);
   params.skip_blocks = static_cast<int32_t>(skip_blocks);
-  params.parts = static_cast<int32_t>((blocks + block_keys_config::kPart - 1) /
-                                      block_keys_config::kPart);
+  params.parts =
+      static_cast<int32_t>((blocks + block_keys_config::kPart - 1) / block_keys_config::kPart);
   Launch(same(logits.dtype(), float32) ? "block_keys_f32" : "block_keys_bf16", device)
       .grid(rows * params.parts)
       .block(block_keys_config::kThreads)

@@ -13,10 +13,21 @@ void candidate_table(TensorView selected, TensorView compressed_lens, Optional<T
                      Optional<TensorView> request_of_row, Optional<TensorView> page_table,
                      int64_t page_size, TensorView out_blocks, Optional<TensorView> out_slots,
                      TensorView out_lens) {
-  Size source("source rows"), kept("out rows"), n("n"), requests("requests"), max_pages("max_pages");
+  Size source("source rows"), kept("out rows"), n("n"), requests("requests"),
+      max_pages("max_pages");
   Device device;
-  Match("selected").shape({source, n}).dtype(int32).on(device).last_dim_contiguous().check(selected);
-  Match("compressed_lens").shape({source}).dtype(int32).on(device).contiguous().check(compressed_lens);
+  Match("selected")
+      .shape({source, n})
+      .dtype(int32)
+      .on(device)
+      .last_dim_contiguous()
+      .check(selected);
+  Match("compressed_lens")
+      .shape({source})
+      .dtype(int32)
+      .on(device)
+      .contiguous()
+      .check(compressed_lens);
   CandidateTableParams params{};
   if (rows.has_value()) {
     Match("rows").shape({kept}).dtype(int64).on(device).contiguous().check(*rows);
@@ -33,9 +44,18 @@ void candidate_table(TensorView selected, TensorView compressed_lens, Optional<T
   }
   params.blocks_per_page = 1;
   if (page_table.has_value()) {
-    Match("page_table").shape({requests, max_pages}).dtype(int32).on(device).last_dim_contiguous().check(
-        *page_table);
-    Match("request_of_row").shape({source}).dtype(int32).on(device).contiguous().check(*request_of_row);
+    Match("page_table")
+        .shape({requests, max_pages})
+        .dtype(int32)
+        .on(device)
+        .last_dim_contiguous()
+        .check(*page_table);
+    Match("request_of_row")
+        .shape({source})
+        .dtype(int32)
+        .on(device)
+        .contiguous()
+        .check(*request_of_row);
     Match("out_slots").shape({out_rows, n}).dtype(int32).on(device).contiguous().check(*out_slots);
     expect_int("page_size", page_size, 8, INT32_MAX);
     if (page_size % 8 != 0) bad_argument("page_size", "a multiple of 8", std::to_string(page_size));
@@ -51,7 +71,10 @@ void candidate_table(TensorView selected, TensorView compressed_lens, Optional<T
   params.out_lens = data<int32_t>(out_lens);
   params.selected_stride = selected.stride(0);
   params.n = static_cast<int32_t>(expect_int("n", n, 0, 1 << 24));
-  Launch("candidate_table", device).grid(out_rows).block(candidate_table_config::kThreads).run(params);
+  Launch("candidate_table", device)
+      .grid(out_rows)
+      .block(candidate_table_config::kThreads)
+      .run(params);
 }
 
 }  // namespace

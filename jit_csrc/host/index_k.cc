@@ -17,8 +17,10 @@ struct Format {
   DLDataType pages;
 };
 
-constexpr Format kFormats[] = {
-    {"fp4", 64, 4, uint8}, {"fp8", 128, 4, uint8}, {"fp16", 256, 0, float16}, {"bf16", 256, 0, bfloat16}};
+constexpr Format kFormats[] = {{"fp4", 64, 4, uint8},
+                               {"fp8", 128, 4, uint8},
+                               {"fp16", 256, 0, float16},
+                               {"bf16", 256, 0, bfloat16}};
 
 const Format& format_of(const String& name) {
   for (const Format& format : kFormats) {
@@ -35,7 +37,8 @@ struct Work {
   TensorView out_scales;
 };
 
-void convert(IndexKParams& params, const Format& from, const Work& work, Size& requests, Device& device) {
+void convert(IndexKParams& params, const Format& from, const Work& work, Size& requests,
+             Device& device) {
   Size out_rows("out rows");
   Match("lens").shape({requests}).dtype(int32).on(device).contiguous().check(work.lens);
   Match("out_starts").shape({requests}).dtype(int32).on(device).contiguous().check(work.out_starts);
@@ -46,19 +49,26 @@ void convert(IndexKParams& params, const Format& from, const Work& work, Size& r
       .contiguous()
       .aligned(16)
       .check(work.out_values);
-  Match("out_scales").shape({out_rows}).dtype(float32).on(device).contiguous().check(work.out_scales);
+  Match("out_scales")
+      .shape({out_rows})
+      .dtype(float32)
+      .on(device)
+      .contiguous()
+      .check(work.out_scales);
   expect_int("max_len", work.max_len, 0, INT32_MAX - index_k_config::kPart);
   params.lens = data<const int32_t>(work.lens);
   params.out_starts = data<const int32_t>(work.out_starts);
   params.out_values = data<void>(work.out_values);
   params.out_scales = data<float>(work.out_scales);
-  params.parts = static_cast<int32_t>((work.max_len + index_k_config::kPart - 1) / index_k_config::kPart);
+  params.parts =
+      static_cast<int32_t>((work.max_len + index_k_config::kPart - 1) / index_k_config::kPart);
   params.vectors = reinterpret_cast<uintptr_t>(params.values) % 16 == 0 &&
                    params.page_stride % 16 == 0 && params.value_step % 16 == 0;
   const DLDataType to = work.out_values.dtype();
   const std::string target = same(to, uint8) ? "fp8" : same(to, float16) ? "fp16" : "bf16";
   const std::string symbol = std::string("index_k_") + from.name + "_" + target;
-  const bool fits = target == "fp8" ? from.scale_bytes != 0 : target == "fp16" || from.pages.code != kDLFloat;
+  const bool fits =
+      target == "fp8" ? from.scale_bytes != 0 : target == "fp16" || from.pages.code != kDLFloat;
   if (!fits) bad_argument("out_values", std::string("a dtype that holds ") + from.name, target);
   Launch(symbol, device).grid(requests * params.parts).block(index_k_config::kThreads).run(params);
 }
@@ -72,8 +82,19 @@ void index_k_paged(TensorView pages, String format, bool interleaved, int64_t pa
   Size num_pages("num_pages"), requests("requests"), max_pages("max_pages");
   Device device;
   const int64_t elements = page_size * bytes * 8 / from.pages.bits;
-  Match("pages").shape({num_pages, elements}).dtype(from.pages).on(device).last_dim_contiguous().aligned(4).check(pages);
-  Match("page_table").shape({requests, max_pages}).dtype(int32).on(device).last_dim_contiguous().check(page_table);
+  Match("pages")
+      .shape({num_pages, elements})
+      .dtype(from.pages)
+      .on(device)
+      .last_dim_contiguous()
+      .aligned(4)
+      .check(pages);
+  Match("page_table")
+      .shape({requests, max_pages})
+      .dtype(int32)
+      .on(device)
+      .last_dim_contiguous()
+      .check(page_table);
 
   IndexKParams params{};
   params.values = data<const uint8_t>(pages);
@@ -90,14 +111,20 @@ void index_k_paged(TensorView pages, String format, bool interleaved, int64_t pa
   convert(params, from, {lens, out_starts, max_len, out_values, out_scales}, requests, device);
 }
 
-void index_k_flat(TensorView values, Optional<TensorView> scales, String format, TensorView key_starts,
-                  TensorView lens, TensorView out_starts, int64_t max_len, TensorView out_values,
-                  TensorView out_scales) {
+void index_k_flat(TensorView values, Optional<TensorView> scales, String format,
+                  TensorView key_starts, TensorView lens, TensorView out_starts, int64_t max_len,
+                  TensorView out_values, TensorView out_scales) {
   const Format& from = format_of(format);
   Size columns("columns"), requests("requests");
   Device device;
   const int width = from.value_bytes * 8 / from.pages.bits;
-  Match("values").shape({columns, width}).dtype(from.pages).on(device).last_dim_contiguous().aligned(4).check(values);
+  Match("values")
+      .shape({columns, width})
+      .dtype(from.pages)
+      .on(device)
+      .last_dim_contiguous()
+      .aligned(4)
+      .check(values);
   Match("key_starts").shape({requests}).dtype(int32).on(device).contiguous().check(key_starts);
   IndexKParams params{};
   params.values = data<const uint8_t>(values);
@@ -107,7 +134,12 @@ void index_k_flat(TensorView values, Optional<TensorView> scales, String format,
                  scales.has_value() ? "a tensor" : "None");
   }
   if (scales.has_value()) {
-    Match("scales").shape({columns}).dtype(from.name[2] == '4' ? int32 : float32).on(device).contiguous().check(*scales);
+    Match("scales")
+        .shape({columns})
+        .dtype(from.name[2] == '4' ? int32 : float32)
+        .on(device)
+        .contiguous()
+        .check(*scales);
     params.scales = data<const uint8_t>(*scales);
   }
   params.scale_step = from.scale_bytes;

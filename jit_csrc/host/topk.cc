@@ -11,10 +11,9 @@ namespace {
 
 constexpr int64_t kMaxK = 1 << 20;
 
-// Dynamic shared memory: the histogram, then the upper halves of a row's keys if they are kept.
-int64_t shared_bytes(int64_t width, bool kept) {
-  const int64_t tiles = (width + topk_config::kTile - 1) / topk_config::kTile;
-  return topk_config::kBins * 4 + (kept ? tiles * topk_config::kTile * 2 : 0);
+// Dynamic shared memory with a number of slabs: all of a row's, or one.
+int64_t shared_bytes(int threads, int64_t slabs) {
+  return topk_config::kFixedBytes + slabs * threads * topk_config::kOwned * 2;
 }
 
 // Keys -> columns. `blocks` maps a column of candidate logits to a position, `request_starts` or
@@ -24,11 +23,15 @@ void topk(TensorView keys, TensorView lens, TensorView out, int64_t per_column, 
           Optional<TensorView> request_starts, Optional<TensorView> page_table, int64_t page_size) {
   Size rows("rows"), width("width"), k("k"), requests("requests"), max_pages("max_pages");
   Device device;
-  Match("keys").shape({rows, width}).dtype(float32, bfloat16).on(device).last_dim_contiguous().check(
-      keys);
+  Match("keys")
+      .shape({rows, width})
+      .dtype(float32, bfloat16)
+      .on(device)
+      .last_dim_contiguous()
+      .check(keys);
   Match("lens").shape({rows}).dtype(int32).on(device).contiguous().check(lens);
   Match("out").shape({rows, k}).dtype(int32).on(device).last_dim_contiguous().check(out);
-  expect_int("keys width", width, 0, INT32_MAX - topk_config::kTile * 4);
+  expect_int("keys width", width, 0, 1 << 30);
   expect_int("out k", k, 0, kMaxK);
   expect_int("per_column", per_column, 1, 8);
   TopkParams params{};
@@ -44,7 +47,12 @@ void topk(TensorView keys, TensorView lens, TensorView out, int64_t per_column, 
   params.page_size = 1;
   if (blocks.has_value()) {
     Size columns("width / 8");
-    Match("blocks").shape({rows, columns}).dtype(int32).on(device).last_dim_contiguous().check(*blocks);
+    Match("blocks")
+        .shape({rows, columns})
+        .dtype(int32)
+        .on(device)
+        .last_dim_contiguous()
+        .check(*blocks);
     if (columns * 8 < width) {
       bad_argument("blocks", "at least width / 8 = " + std::to_string((width + 7) / 8) + " columns",
                    std::to_string(columns));
@@ -60,29 +68,50 @@ void topk(TensorView keys, TensorView lens, TensorView out, int64_t per_column, 
                  request_of_row.has_value() ? "a tensor" : "None");
   }
   if (request_of_row.has_value()) {
-    Match("request_of_row").shape({rows}).dtype(int32).on(device).contiguous().check(*request_of_row);
+    Match("request_of_row")
+        .shape({rows})
+        .dtype(int32)
+        .on(device)
+        .contiguous()
+        .check(*request_of_row);
     params.request_of_row = data<const int32_t>(*request_of_row);
   }
   if (request_starts.has_value()) {
-    Match("request_starts").shape({requests}).dtype(int32).on(device).contiguous().check(*request_starts);
+    Match("request_starts")
+        .shape({requests})
+        .dtype(int32)
+        .on(device)
+        .contiguous()
+        .check(*request_starts);
     params.request_starts = data<const int32_t>(*request_starts);
   }
   if (page_table.has_value()) {
-    Match("page_table").shape({requests, max_pages}).dtype(int32).on(device).last_dim_contiguous().check(
-        *page_table);
+    Match("page_table")
+        .shape({requests, max_pages})
+        .dtype(int32)
+        .on(device)
+        .last_dim_contiguous()
+        .check(*page_table);
     params.page_table = data<const int32_t>(*page_table);
     params.table_stride = page_table.value().stride(0);
     params.page_size = static_cast<int32_t>(expect_int("page_size", page_size, 8, INT32_MAX));
   }
   if (rows == 0 || k == 0) return;
-  const int64_t room = on_device(device).max_shared_bytes - 2048;
-  const bool kept = shared_bytes(width, true) <= room;
+  // A row alone on an SM is done sooner by twice the threads; many rows share an SM better by
+  // fewer.
+  const DeviceKernels& gpu = on_device(device);
+  const bool large = rows <= gpu.sm_count && width > 8192;
+  const int threads = large ? topk_config::kLargeThreads : topk_config::kSmallThreads;
+  const int64_t slabs =
+      (width + threads * topk_config::kOwned - 1) / (threads * topk_config::kOwned);
+  params.kept = shared_bytes(threads, slabs) <= gpu.max_shared_bytes - 1024;
   const bool whole = same(keys.dtype(), float32);
-  Launch(whole ? (kept ? "topk_f32_kept" : "topk_f32") : (kept ? "topk_bf16_kept" : "topk_bf16"),
+  Launch(whole ? (large ? "topk_f32_1024" : "topk_f32_512")
+               : (large ? "topk_bf16_1024" : "topk_bf16_512"),
          device)
       .grid(rows)
-      .block(topk_config::kThreads)
-      .shared(shared_bytes(width, kept))
+      .block(threads)
+      .shared(shared_bytes(threads, params.kept ? slabs : 1))
       .run(params);
 }
 

@@ -38,7 +38,8 @@ struct BlockKeys {
 
   static __device__ void run(const Params& p) {
     const int64_t r = blockIdx.x / p.parts;
-    const int first = static_cast<int>(blockIdx.x % p.parts) * block_keys_config::kPart + threadIdx.x;
+    const int first =
+        static_cast<int>(blockIdx.x % p.parts) * block_keys_config::kPart + threadIdx.x;
     const int len = min(max(p.lens[r], 0), p.width);
     const int seen = (len + kBlock - 1) / kBlock;
     if (seen <= p.skip_blocks) return;

@@ -37,7 +37,8 @@ struct CandidateTable {
       blocks[i] = block;
       if (pages == nullptr) continue;
       const int page = block / p.blocks_per_page;
-      slots[i] = i < count ? pages[page] * p.blocks_per_page + (block - page * p.blocks_per_page) : 0;
+      slots[i] =
+          i < count ? pages[page] * p.blocks_per_page + (block - page * p.blocks_per_page) : 0;
     }
     if (threadIdx.x == 0) p.out_lens[out_row] = count > 0 ? count * 8 - int((8 - len % 8) % 8) : 0;
   }

@@ -1,15 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // index_k: index keys, paged or flat, of any format and layout, into the flat scratch that a scorer
-// reads: values of 128 dims and one fp32 scale a position. values * scale is the stored key, exactly:
+// reads: values of 128 dims and one fp32 scale a position. values * scale is the stored key,
+// exactly:
 //
 //   to e4m3   from fp8: as stored. From fp4: exact while the group exponents lie within 14 of each
 //             other; a smaller group contributes less than 2^-14 of the largest and is rounded.
-//   to fp16   from fp8: 2^-8 times the stored value, scale times 2^8. From fp4: exact while the group
+//   to fp16   from fp8: 2^-8 times the stored value, scale times 2^8. From fp4: exact while the
+//   group
 //             exponents lie within 23. From bf16: exact for elements within 2^-23 of the largest.
 //   to bf16   from fp8, fp4: exact, the fp4 scales in the values.
 //
-// A NaN scale (ue8m0 code 255) makes the position's scale NaN, so does a page or column that does not
-// exist. Positions at or past a request's length are not looked up and not written.
+// A NaN scale (ue8m0 code 255) makes the position's scale NaN, so does a page or column that does
+// not exist. Positions at or past a request's length are not looked up and not written.
 #pragma once
 
 #include "kernels/index_k.h"

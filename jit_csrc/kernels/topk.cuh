@@ -4,12 +4,14 @@
 // Larger key first, then lower column; -0 equals +0; NaN counts as -inf, which still beats what is
 // past the row's length. The result does not depend on the launch or on other rows.
 //
-// One CTA a row. The threshold, the k-th largest key, is found by radix selection in four digits of
-// 11, 5, 11 and 5 bits. Keys are read from global memory once: their upper halves stay in shared
-// memory, which settles all but the columns that tie with the threshold in it, and those few are
-// read again (from L2). Nothing is collected into a buffer that could overflow, so a row of equal
-// keys takes the same path, only with all of its columns read again.
-// Rows that do not fit in shared memory (Kept = false) are read from global memory in each pass.
+// One CTA a row. A histogram of the upper 12 bits finds the bin of the k-th largest key. The
+// columns of that bin, usually few, are listed, and the list is settled in shared memory by two
+// more digits. The upper 16 bits of the row's keys stay in shared memory, so global memory is read
+// once; a slab of 32 columns a thread at a time, each thread then marks its own columns, and prefix
+// sums over the threads give every selected column its place. A bin too full for the list (ties,
+// NaN, narrow ranges) is narrowed to 16 bits first. If that does not do, either its keys are all
+// the same, or the row is read again for each digit: slower, still exact, with no buffer that could
+// overflow. So are rows too long for shared memory.
 #pragma once
 
 #include "kernels/topk.h"
@@ -18,37 +20,72 @@
 
 namespace sparse_indexer {
 
-template <typename Key, bool Kept>
+template <typename Key, int Threads>
 struct Topk {
   using Params = TopkParams;
-  static constexpr int kThreads = topk_config::kThreads;
+  static constexpr int kThreads = Threads;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 750
-  static constexpr int kMinBlocks = 2;  // 1024 threads an SM
+  static constexpr int kMinBlocks = 1024 / Threads;  // threads an SM has
 #else
-  static constexpr int kMinBlocks = Kept ? 3 : 2;
+  static constexpr int kMinBlocks = Threads == 512 ? 3 : 1;
 #endif
-  static constexpr int kVector = topk_config::kVector;
-  static constexpr int kTile = topk_config::kTile;
-  static constexpr int kWarps = topk_config::kWarps;
-  static constexpr int kBins = topk_config::kBins;
-  static constexpr int kFineBits = topk_config::kFineBits;
-  static constexpr int kFineBins = 1 << kFineBits;
-  static constexpr bool kHasLower = sizeof(Key) == 4;  // bfloat16 has nothing below its upper half
+  static constexpr int kVector = 4;  // columns of a load
+  static constexpr int kTile = Threads * kVector;
+  static constexpr int kWarps = Threads / 32;
+  static constexpr int kOwned = topk_config::kOwned;
+  static constexpr int kSlab = Threads * kOwned;  // columns settled at a time
+  static constexpr int kTilesOfSlab = kSlab / kTile;
+  static constexpr int kCoarseBins = topk_config::kCoarseBins;
+  static constexpr int kDigitBins = topk_config::kDigitBins;
+  static constexpr int kDigitBits = topk_config::kDigitBits;
+  static constexpr int kListed = topk_config::kListed;
   static constexpr uint32_t kForced = 0xffffffffu;
+  static_assert(32 - topk_config::kCoarseBits == 2 * kDigitBits, "three digits are a key");
+  static_assert(kOwned == 32, "a thread's marks are one word");
 
-  // A digit's bin that holds the threshold, and what is left to take of it.
+  // The bin that holds the threshold, columns still to take from it, and columns in it.
   struct Found {
     int bin;
-    int need;   // columns still to take from this bin
-    int count;  // columns in it
+    int need;
+    int count;
   };
 
+  // Shared memory: the histogram, later the list; a digit's histogram; upper halves, see `slot`.
+  static __device__ uint32_t* shared() {
+    extern __shared__ uint4 bytes[];
+    return reinterpret_cast<uint32_t*>(bytes);
+  }
+  static __device__ uint32_t* histogram() { return shared(); }               // [kCoarseBins]
+  static __device__ uint32_t* list_keys() { return shared(); }               // [kListed]
+  static __device__ uint32_t* list_columns() { return shared() + kListed; }  // [kListed]
+  static __device__ uint32_t* digits() { return shared() + kCoarseBins; }    // [kDigitBins]
+  static __device__ uint16_t* kept() {  // [slabs of a row, or 1][kSlab]
+    return reinterpret_cast<uint16_t*>(shared() + kCoarseBins + kDigitBins);
+  }
+
+  const Params& p;
   const Key* row;
-  uint32_t* histogram;  // [kBins], shared
-  ushort4* kept;        // [tiles, kThreads], shared: a thread's four upper halves
   int columns;
   int forced;    // this column is selected whatever it holds; -1: none
   bool vectors;  // the row starts at a multiple of a vector's bytes
+
+  static __device__ void run(const Params& p) {
+    const int64_t r = blockIdx.x;
+    const int64_t seen = p.lens[r] > 0 ? p.lens[r] : 0;
+    const int64_t counted = (seen + p.per_column - 1) / p.per_column;
+    const int columns = counted < p.width ? static_cast<int>(counted) : p.width;
+    if (columns <= p.k) {  // all of them; no key is read
+      int32_t* out = p.out + r * p.out_stride;
+      for (int i = threadIdx.x; i < p.k; i += Threads) out[i] = i < columns ? place(p, r, i) : -1;
+      return;
+    }
+    const Key* row = static_cast<const Key*>(p.keys) + r * p.stride;
+    Topk self{p, row, columns, p.force_last ? columns - 1 : -1,
+              reinterpret_cast<uint64_t>(row) % (kVector * sizeof(Key)) == 0};
+    self.select();
+  }
+
+  // 0. Keys ---------------------------------------------------------------------------------------
 
   // The ordered keys of columns c ... c + 3; 0, below every key, past the end.
   __device__ void load(int c, uint32_t (&key)[kVector]) const {
@@ -64,58 +101,303 @@ struct Topk {
     }
   }
 
-  // The upper halves of the keys of a tile's columns of this thread.
-  __device__ void upper(int tile, uint32_t (&half)[kVector]) const {
-    if constexpr (Kept) {
-      const ushort4 u = kept[tile * kThreads + threadIdx.x];
-      half[0] = u.x, half[1] = u.y, half[2] = u.z, half[3] = u.w;
-    } else {
-      load((tile * kThreads + threadIdx.x) * kVector, half);
+  __device__ uint32_t load(int c) const { return c == forced ? kForced : load_ordered(row + c); }
+
+  // Where column c's upper half is. A thread owns 32 columns, four 16-byte vectors in a row of 64
+  // bytes; the vectors are permuted so that neither writing columns nor reading owned ones
+  // conflicts.
+  static __device__ int slot(int c) {
+    const int owner = c / kOwned, vector = c / 8 % 4;
+    return owner * kOwned + ((vector ^ (owner >> 1 & 3)) * 8) + c % 8;
+  }
+
+  // Calls visit(first column, keys) for all columns from `first` on, a few loads ahead.
+  template <typename Visit>
+  __device__ __forceinline__ void for_each_key(int first, int stop, Visit visit) const {
+    constexpr int kAhead = 2;
+    for (int base = first; base < stop; base += kAhead * kTile) {
+      uint32_t key[kAhead][kVector];
 #pragma unroll
-      for (int j = 0; j < kVector; ++j) half[j] >>= 16;
+      for (int a = 0; a < kAhead; ++a) {
+        load(base + a * kTile + static_cast<int>(threadIdx.x) * kVector, key[a]);
+      }
+#pragma unroll
+      for (int a = 0; a < kAhead; ++a) {
+        const int c = base + a * kTile + static_cast<int>(threadIdx.x) * kVector;
+        if (c < stop) visit(c, key[a]);
+      }
     }
   }
 
-  // The lower half of one column's key.
-  __device__ uint32_t lower(int c) const {
-    return c == forced ? kForced & 0xffff : load_ordered(row + c) & 0xffff;
+  // The upper halves of this thread's columns of a slab, 8 at a time: visit(bit, half).
+  template <typename Visit>
+  __device__ __forceinline__ void for_each_owned(const uint16_t* slab, Visit visit) const {
+    const int owner = threadIdx.x;
+#pragma unroll
+    for (int v = 0; v < 4; ++v) {
+      const uint4 x =
+          *reinterpret_cast<const uint4*>(slab + owner * kOwned + ((v ^ (owner >> 1 & 3)) * 8));
+      const uint32_t words[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        visit(v * 8 + w * 2, words[w] & 0xffff);
+        visit(v * 8 + w * 2 + 1, words[w] >> 16);
+      }
+    }
   }
 
-  __device__ void clear(int bins) {
-    for (int b = threadIdx.x; b < bins; b += kThreads) histogram[b] = 0;
+  // 1. Digits -------------------------------------------------------------------------------------
+
+  template <int Bins>
+  __device__ void clear(uint32_t* bins) const {
+    for (int b = threadIdx.x; b < Bins; b += Threads) bins[b] = 0;
     __syncthreads();  // before anyone counts
   }
 
-  // The bin of the histogram, counted from its top, that holds the need-th column.
+  // The bin, from the top, that holds the need-th column.
   template <int Bins>
-  __device__ Found find(int need) {
-    constexpr int kPer = (Bins + kThreads - 1) / kThreads;
+  __device__ __noinline__ Found find(const uint32_t* bins, int need) const {
+    constexpr int kPer = (Bins + Threads - 1) / Threads;
     __shared__ Found found;
     __syncthreads();  // all have counted
-    uint32_t counts[kPer];
+    const int top = Bins - 1 - static_cast<int>(threadIdx.x) * kPer;
     uint32_t sum = 0;
 #pragma unroll
-    for (int j = 0; j < kPer; ++j) {
-      const int bin = Bins - 1 - (static_cast<int>(threadIdx.x) * kPer + j);
-      counts[j] = bin >= 0 ? histogram[bin] : 0;
-      sum += counts[j];
-    }
-    uint32_t above = exclusive_scan<kWarps>(sum);
+    for (int j = 0; j < kPer; ++j) sum += top - j >= 0 ? bins[top - j] : 0;
+    const uint32_t above = exclusive_scan<kWarps>(sum);
+    int left = need - static_cast<int>(above);
+    if (left > 0 && left <= static_cast<int>(sum)) {  // one thread
 #pragma unroll
-    for (int j = 0; j < kPer; ++j) {
-      const int left = need - static_cast<int>(above);
-      if (left > 0 && left <= static_cast<int>(counts[j])) {
-        found = {Bins - 1 - (static_cast<int>(threadIdx.x) * kPer + j), left,
-                 static_cast<int>(counts[j])};
+      for (int j = 0; j < kPer; ++j) {
+        const int count = top - j >= 0 ? static_cast<int>(bins[top - j]) : 0;
+        if (left > 0 && left <= count) found = {top - j, left, count};
+        left -= count;
       }
-      above += counts[j];
     }
-    __syncthreads();  // `found` is written, the histogram has been read
-    const Found result = found;
-    return result;
+    __syncthreads();  // `found` is written, the bins have been read
+    return found;
   }
 
-  // Where a selected column goes.
+  // 2. Selection ----------------------------------------------------------------------------------
+
+  __device__ void select() {
+    clear<kCoarseBins>(histogram());
+    const int slabs = (columns + kSlab - 1) / kSlab;
+    for_each_key(0, p.kept ? slabs * kSlab : columns, [&](int c, const uint32_t (&key)[kVector]) {
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        if (key[j] != 0) atomicAdd(&histogram()[key[j] >> 2 * kDigitBits], 1u);
+      }
+      if (p.kept) keep(c, key);
+    });
+    const Found coarse = find<kCoarseBins>(histogram(), p.k);
+
+    if (p.kept) {
+      // Bits of the upper half that are settled: 12, or all 16 if the bin is too full.
+      int shift = 4;
+      uint32_t bin = coarse.bin;
+      Found tied = coarse;
+      if (tied.count > kListed) {
+        clear<16>(digits());
+        for (int s = 0; s < columns; s += kSlab) {
+          for_each_owned(kept() + s, [&](int bit, uint32_t half) {
+            if (half >> 4 == bin && half != 0) atomicAdd(&digits()[half & 15], 1u);
+          });
+        }
+        tied = find<16>(digits(), coarse.need);
+        bin = bin << 4 | tied.bin;
+        shift = 0;
+      }
+      if (tied.count <= kListed) {
+        settle_listed(bin, shift, tied);
+        write_kept(min((bin + 1) << shift, 0xffffu) - 1, 0, 0);  // what is selected is all ones
+        return;
+      }
+      if (same_keys(bin)) {
+        write_kept(bin, bin, tied.need);
+        return;
+      }
+    }
+    // Digit by digit from global memory.
+    clear<kDigitBins>(digits());
+    count_digit(coarse.bin, 2 * kDigitBits, kDigitBits);
+    const Found middle = find<kDigitBins>(digits(), coarse.need);
+    const uint32_t upper = static_cast<uint32_t>(coarse.bin) << kDigitBits | middle.bin;
+    clear<kDigitBins>(digits());
+    count_digit(upper, kDigitBits, 0);
+    const Found last = find<kDigitBins>(digits(), middle.need);
+    write_again(upper << kDigitBits | last.bin, last.need);
+  }
+
+  // Keeps the upper halves of four columns; 0 past the row's end.
+  __device__ void keep(int c, const uint32_t (&key)[kVector]) {
+    *reinterpret_cast<uint2*>(kept() + slot(c)) =
+        make_uint2(__byte_perm(key[0], key[1], 0x7632), __byte_perm(key[2], key[3], 0x7632));
+  }
+
+  // Counts one digit of the keys that agree with `prefix` above it.
+  __device__ void count_digit(uint32_t prefix, int prefix_shift, int shift) const {
+    for_each_key(0, columns, [&](int, const uint32_t (&key)[kVector]) {
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        if (key[j] != 0 && key[j] >> prefix_shift == prefix) {
+          atomicAdd(&digits()[key[j] >> shift & (kDigitBins - 1)], 1u);
+        }
+      }
+    });
+  }
+
+  // Whether all keys with this upper half are the same; always so for bfloat16.
+  __device__ bool same_keys(uint32_t half) const {
+    if constexpr (sizeof(Key) == 2) return true;
+    bool any = false, same = true;
+    uint32_t first = 0;
+    for_each_key(0, columns, [&](int, const uint32_t (&key)[kVector]) {
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        if (key[j] >> 16 != half) continue;
+        same &= !any || key[j] == first;
+        first = key[j];
+        any = true;
+      }
+    });
+    __shared__ uint32_t smallest, largest;
+    if (threadIdx.x == 0) smallest = ~0u, largest = 0;
+    __syncthreads();  // both are initialized
+    if (any) atomicMin(&smallest, first), atomicMax(&largest, same ? first : ~0u);
+    __syncthreads();  // both are complete
+    return smallest == largest;
+  }
+
+  // Lists the columns in `bin` in column order, finds which of them are selected, and replaces
+  // their upper halves: all ones if selected, else 0.
+  __device__ void settle_listed(uint32_t bin, int shift, const Found& tied) {
+    uint32_t listed = 0;
+    for (int s = 0; s < columns; s += kSlab) {
+      uint32_t mine = 0;
+      for_each_owned(kept() + s, [&](int bit, uint32_t half) {
+        mine |= uint32_t(half >> shift == bin && half != 0) << bit;
+      });
+      uint32_t total;
+      uint32_t at = listed + exclusive_scan<kWarps, uint32_t>(__popc(mine), &total);
+      listed += total;
+      for (; mine != 0; mine &= mine - 1) {
+        list_columns()[at++] = s + threadIdx.x * kOwned + __ffs(mine) - 1;
+      }
+    }
+    clear<kDigitBins>(digits());  // and the list of columns is complete
+    const int count = tied.count;
+    for (int i = threadIdx.x; i < count; i += Threads) {
+      const uint32_t key = load(static_cast<int>(list_columns()[i]));
+      list_keys()[i] = key;
+      atomicAdd(&digits()[key >> kDigitBits & (kDigitBins - 1)], 1u);
+    }
+    const Found middle = find<kDigitBins>(digits(), tied.need);
+    clear<kDigitBins>(digits());
+    for (int i = threadIdx.x; i < count; i += Threads) {
+      const uint32_t key = list_keys()[i];
+      if ((key >> kDigitBits & (kDigitBins - 1)) == middle.bin) {
+        atomicAdd(&digits()[key & (kDigitBins - 1)], 1u);
+      }
+    }
+    const Found last = find<kDigitBins>(digits(), middle.need);
+    const uint32_t low = static_cast<uint32_t>(middle.bin) << kDigitBits | last.bin;
+    constexpr uint32_t kLow = (1u << 2 * kDigitBits) - 1;
+
+    constexpr int kPer = kListed / Threads;  // neighbors, since equal keys go by column
+    uint32_t equals = 0;
+#pragma unroll
+    for (int j = 0; j < kPer; ++j) {
+      const int i = static_cast<int>(threadIdx.x) * kPer + j;
+      equals += i < count && (list_keys()[i] & kLow) == low;
+    }
+    uint32_t rank = exclusive_scan<kWarps>(equals);
+#pragma unroll
+    for (int j = 0; j < kPer; ++j) {
+      const int i = static_cast<int>(threadIdx.x) * kPer + j;
+      if (i >= count) break;
+      const uint32_t key = list_keys()[i] & kLow;
+      const bool equal = key == low;
+      const bool selected = key > low || (equal && rank < static_cast<uint32_t>(last.need));
+      rank += equal;
+      const int c = static_cast<int>(list_columns()[i]);
+      kept()[slot(c)] = selected ? 0xffff : 0;
+    }
+    __syncthreads();  // before the kept halves are read, and the list's place is taken
+  }
+
+  // 3. Ordered output -----------------------------------------------------------------------------
+
+  // Kept rows: columns whose upper half is above `above`, and the first `need` that equal `equal`.
+  __device__ void write_kept(uint32_t above, uint32_t equal, int need) {
+    uint32_t before_above = 0, before_equal = 0;
+    for (int s = 0; s < columns; s += kSlab) {
+      uint32_t higher = 0, same = 0;
+      for_each_owned(kept() + s, [&](int bit, uint32_t half) {
+        higher |= uint32_t(half > above) << bit;
+        if (need > 0) same |= uint32_t(half == equal) << bit;
+      });
+      write_slab(s, higher, same, need, before_above, before_equal);
+    }
+    finish();
+  }
+
+  // Any rows: the keys are read once more, and compared with the whole threshold.
+  __device__ void write_again(uint32_t threshold, int need) {
+    uint32_t before_above = 0, before_equal = 0;
+    for (int s = 0; s < columns; s += kSlab) {
+      // 2: above, 1: equal, 0: neither; in place of the slab's upper halves.
+      for_each_key(s, s + kSlab, [&](int c, const uint32_t (&key)[kVector]) {
+        uint32_t mark[kVector];
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) {
+          mark[j] = key[j] > threshold ? 2 : key[j] == threshold ? 1 : 0;
+        }
+        *reinterpret_cast<uint2*>(kept() + slot(c - s)) =
+            make_uint2(mark[0] | mark[1] << 16, mark[2] | mark[3] << 16);
+      });
+      __syncthreads();  // the marks are complete
+      uint32_t higher = 0, same = 0;
+      for_each_owned(kept(), [&](int bit, uint32_t mark) {
+        higher |= (mark >> 1) << bit;
+        same |= (mark & 1) << bit;
+      });
+      write_slab(s, higher, same, need, before_above, before_equal);  // its scan holds barriers
+    }
+    finish();
+  }
+
+  // Writes the selected columns of a slab: each goes behind all selected before it.
+  __device__ __forceinline__ void write_slab(int s, uint32_t higher, uint32_t same, int need,
+                                             uint32_t& before_above, uint32_t& before_equal) const {
+    const uint32_t counts = __popc(higher) | __popc(same) << 16;
+    uint32_t total;
+    const uint32_t prefix = exclusive_scan<kWarps>(counts, &total);
+    uint32_t rank_above = before_above + (prefix & 0xffff);
+    uint32_t rank_equal = before_equal + (prefix >> 16);
+    before_above += total & 0xffff;
+    before_equal += total >> 16;
+    int32_t* out = p.out + blockIdx.x * p.out_stride;
+    for (uint32_t left = higher | same; left != 0; left &= left - 1) {
+      const int bit = __ffs(left) - 1;
+      const bool is_equal = same >> bit & 1;
+      if (!is_equal || rank_equal < static_cast<uint32_t>(need)) {
+        out[rank_above + min(rank_equal, static_cast<uint32_t>(need))] =
+            s + static_cast<int>(threadIdx.x) * kOwned + bit;
+      }
+      rank_equal += is_equal;
+      rank_above += !is_equal;
+    }
+  }
+
+  // Maps the columns that were written to where they go.
+  __device__ void finish() const {
+    if (p.blocks == nullptr && p.request_of_row == nullptr) return;
+    __syncthreads();  // the row's columns are written, by this CTA
+    int32_t* out = p.out + blockIdx.x * p.out_stride;
+    for (int i = threadIdx.x; i < p.k; i += Threads) out[i] = place(p, blockIdx.x, out[i]);
+  }
+
   static __device__ int32_t place(const Params& p, int64_t r, int c) {
     int position = c;
     if (p.blocks != nullptr) position = p.blocks[r * p.blocks_stride + (c >> 3)] * 8 + (c & 7);
@@ -126,199 +408,6 @@ struct Topk {
       return page * p.page_size + position % p.page_size;
     }
     return position + p.request_starts[request];
-  }
-
-  static __device__ void run(const Params& p) {
-    extern __shared__ __align__(16) unsigned char bytes[];
-    const int64_t r = blockIdx.x;
-    int32_t* out = p.out + r * p.out_stride;
-    const int64_t seen = p.lens[r] > 0 ? p.lens[r] : 0;
-    const int64_t counted = (seen + p.per_column - 1) / p.per_column;
-    const int columns = counted < p.width ? static_cast<int>(counted) : p.width;
-
-    if (columns <= p.k) {  // all of them; no key is read
-      for (int i = threadIdx.x; i < p.k; i += kThreads) out[i] = i < columns ? place(p, r, i) : -1;
-      return;
-    }
-    Topk self;
-    self.row = static_cast<const Key*>(p.keys) + r * p.stride;
-    self.histogram = reinterpret_cast<uint32_t*>(bytes);
-    self.kept = reinterpret_cast<ushort4*>(bytes + kBins * 4);
-    self.columns = columns;
-    self.forced = p.force_last ? columns - 1 : -1;
-    self.vectors = reinterpret_cast<uint64_t>(self.row) % (kVector * sizeof(Key)) == 0;
-    self.select(p, r, out);
-  }
-
-  __device__ void select(const Params& p, int64_t r, int32_t* out) {
-    const int tiles = (columns + kTile - 1) / kTile;
-
-    // 1. Upper half of the threshold.
-    clear(kBins);
-    count_coarse(tiles);
-    const Found coarse = find<kBins>(p.k);
-    clear(kFineBins);
-    for (int i = 0; i < tiles; ++i) {
-      uint32_t half[kVector];
-      upper(i, half);
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) {
-        if (static_cast<int>(half[j] >> kFineBits) == coarse.bin) {
-          atomicAdd(&histogram[half[j] & (kFineBins - 1)], 1u);
-        }
-      }
-    }
-    Found tied = find<kFineBins>(coarse.need);
-    const uint32_t threshold = coarse.bin << kFineBits | tied.bin;
-
-    // 2. Its lower half, if it takes one to choose among the columns that tie in the upper half.
-    uint32_t low_threshold = 0;
-    const bool by_lower = kHasLower && tied.need < tied.count;
-    if (by_lower) {
-      clear(kBins);
-      count_lower(tiles, threshold, -1);
-      const Found low_coarse = find<kBins>(tied.need);
-      clear(kFineBins);
-      count_lower(tiles, threshold, low_coarse.bin);
-      tied = find<kFineBins>(low_coarse.need);
-      low_threshold = low_coarse.bin << kFineBits | tied.bin;
-    }
-
-    // 3. Compaction in column order. A column that is above the threshold, or the n-th that equals
-    // it with n < need, goes behind all such columns before it.
-    auto* before = reinterpret_cast<uint64_t*>(histogram);  // [tiles of a round, warps]
-    const int warp = threadIdx.x / 32;
-    const uint32_t lanes_below = (1u << (threadIdx.x % 32)) - 1;
-    uint64_t base = 0;  // columns above | columns equal << 32, before this round
-    for (int round = 0; round < tiles; round += topk_config::kCountedTiles) {
-      const int stop = min(tiles, round + topk_config::kCountedTiles);
-      for (int i = round; i < stop; ++i) {
-        uint32_t above, equal;
-        classify(i, threshold, low_threshold, by_lower, above, equal);
-        const uint32_t total_above = sum_of_ballots(above, ~0u);
-        const uint32_t total_equal = sum_of_ballots(equal, ~0u);
-        if (threadIdx.x % 32 == 0) {
-          before[(i - round) * kWarps + warp] = total_above | uint64_t(total_equal) << 32;
-        }
-      }
-      __syncthreads();  // the counts are complete
-      constexpr int kPer = topk_config::kCountedTiles * kWarps / kThreads;
-      const int counts = (stop - round) * kWarps;
-      uint64_t own[kPer];
-      uint64_t sum = 0;
-#pragma unroll
-      for (int j = 0; j < kPer; ++j) {
-        const int c = threadIdx.x * kPer + j;
-        own[j] = c < counts ? before[c] : 0;
-        sum += own[j];
-      }
-      uint64_t total;
-      uint64_t prefix = base + exclusive_scan<kWarps>(sum, &total);
-#pragma unroll
-      for (int j = 0; j < kPer; ++j) {
-        const int c = threadIdx.x * kPer + j;
-        if (c < counts) before[c] = prefix;
-        prefix += own[j];
-      }
-      base += total;
-      __syncthreads();  // the prefixes are complete
-      for (int i = round; i < stop; ++i) {
-        const uint64_t prefix_here = before[(i - round) * kWarps + warp];
-        uint32_t above, equal;
-        classify(i, threshold, low_threshold, by_lower, above, equal);
-        uint32_t rank_above = static_cast<uint32_t>(prefix_here) + sum_of_ballots(above, lanes_below);
-        uint32_t rank_equal =
-            static_cast<uint32_t>(prefix_here >> 32) + sum_of_ballots(equal, lanes_below);
-        const uint32_t need = tied.need;
-#pragma unroll
-        for (int j = 0; j < kVector; ++j) {
-          const bool is_above = above >> j & 1, is_equal = equal >> j & 1;
-          if (is_above || (is_equal && rank_equal < need)) {
-            const int c = (i * kThreads + threadIdx.x) * kVector + j;
-            out[rank_above + min(rank_equal, need)] = place(p, r, c);
-          }
-          rank_above += is_above;
-          rank_equal += is_equal;
-        }
-      }
-      __syncthreads();  // the prefixes have been read
-    }
-  }
-
-  // Histogram of the upper 11 bits; keeps the upper halves if they are kept.
-  __device__ void count_coarse(int tiles) {
-    constexpr int kAhead = 4;  // tiles whose loads are in flight
-    for (int first = 0; first < tiles; first += kAhead) {
-      uint32_t key[kAhead][kVector];
-#pragma unroll
-      for (int a = 0; a < kAhead; ++a) {
-        load(((first + a) * kThreads + threadIdx.x) * kVector, key[a]);
-      }
-#pragma unroll
-      for (int a = 0; a < kAhead; ++a) {
-        if (first + a >= tiles) break;
-#pragma unroll
-        for (int j = 0; j < kVector; ++j) {
-          const uint32_t bin = key[a][j] >> (32 - topk_config::kCoarseBits);
-          if (key[a][j] != 0) atomicAdd(&histogram[bin], 1u);
-        }
-        if constexpr (Kept) {
-          kept[(first + a) * kThreads + threadIdx.x] =
-              make_ushort4(key[a][0] >> 16, key[a][1] >> 16, key[a][2] >> 16, key[a][3] >> 16);
-        }
-      }
-    }
-  }
-
-  // Histogram of the lower halves of the columns that tie with the threshold in their upper half:
-  // of the upper 11 bits (coarse < 0), or of the lower 5 of those in that coarse bin.
-  __device__ void count_lower(int tiles, uint32_t threshold, int coarse) {
-    for (int i = 0; i < tiles; ++i) {
-      uint32_t half[kVector];
-      upper(i, half);
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) {
-        if (half[j] != threshold) continue;
-        const uint32_t low = lower((i * kThreads + threadIdx.x) * kVector + j);
-        if (coarse < 0) {
-          atomicAdd(&histogram[low >> kFineBits], 1u);
-        } else if (static_cast<int>(low >> kFineBits) == coarse) {
-          atomicAdd(&histogram[low & (kFineBins - 1)], 1u);
-        }
-      }
-    }
-  }
-
-  // Bits j = 0 ... 3: this thread's column j of the tile is above, or equals, the threshold.
-  __device__ void classify(int tile, uint32_t threshold, uint32_t low_threshold, bool by_lower,
-                           uint32_t& above, uint32_t& equal) const {
-    uint32_t half[kVector];
-    upper(tile, half);
-    above = equal = 0;
-#pragma unroll
-    for (int j = 0; j < kVector; ++j) {
-      above |= uint32_t(half[j] > threshold) << j;
-      if (half[j] != threshold) continue;
-      if (!by_lower) {
-        equal |= 1u << j;
-      } else {
-        const uint32_t low = lower((tile * kThreads + threadIdx.x) * kVector + j);
-        above |= uint32_t(low > low_threshold) << j;
-        equal |= uint32_t(low == low_threshold) << j;
-      }
-    }
-  }
-
-  // Over the lanes of `lanes`: how many of the four low bits are set.
-  static __device__ uint32_t sum_of_ballots(uint32_t bits, uint32_t lanes) {
-    const int count = __popc(bits);
-    if (!__any_sync(~0u, count)) return 0;
-    uint32_t sum = 0;
-#pragma unroll
-    for (int b = 0; b < 3; ++b) {
-      sum += __popc(__ballot_sync(~0u, count >> b & 1) & lanes) << b;
-    }
-    return sum;
   }
 };
 

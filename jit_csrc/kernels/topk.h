@@ -7,10 +7,10 @@
 namespace sparse_indexer {
 
 struct TopkParams {
-  const void* keys;               // [rows, width] float or bfloat16, row stride `stride`
-  const int32_t* lens;            // [rows]: positions the row sees; columns = ceil(lens / per_column)
-  int32_t* out;                   // [rows, k], row stride `out_stride`
-  const int32_t* blocks;          // [rows, width / 8], row stride `blocks_stride`, or null
+  const void* keys;       // [rows, width] float or bfloat16, row stride `stride`
+  const int32_t* lens;    // [rows]: positions the row sees; columns = ceil(lens / per_column)
+  int32_t* out;           // [rows, k], row stride `out_stride`
+  const int32_t* blocks;  // [rows, width / 8], row stride `blocks_stride`, or null
   const int32_t* request_of_row;  // [rows], or null
   const int32_t* request_starts;  // [requests], or null
   const int32_t* page_table;      // [requests, max_pages], row stride `table_stride`, or null
@@ -23,19 +23,22 @@ struct TopkParams {
   int32_t per_column;  // 1, or 8: a column is a block
   int32_t page_size;
   int32_t force_last;  // 1: the last column that counts is selected whatever it holds
+  int32_t kept;        // 1: the row fits in shared memory
 };
 
 namespace topk_config {
 
-constexpr int kThreads = 512;
-constexpr int kVector = 4;  // columns a thread takes at once
-constexpr int kTile = kThreads * kVector;
-constexpr int kWarps = kThreads / 32;
-constexpr int kCoarseBits = 11;  // of the upper 16 bits of a key, and again of the lower 16
-constexpr int kFineBits = 5;
-constexpr int kBins = 1 << kCoarseBits;
-// Tiles whose per-warp counts (8 bytes each) take the histogram's place at a time.
-constexpr int kCountedTiles = kBins * 4 / (kWarps * 8);
+constexpr int kOwned = 32;  // consecutive columns whose order a thread settles
+constexpr int kCoarseBits = 12;
+constexpr int kCoarseBins = 1 << kCoarseBits;
+constexpr int kDigitBits = 10;  // twice, for the other 20 bits of a key
+constexpr int kDigitBins = 1 << kDigitBits;
+// Columns that tie in the coarse digit and are settled in shared memory, where the histogram was.
+constexpr int kListed = kCoarseBins / 2;
+constexpr int kSmallThreads = 512;
+constexpr int kLargeThreads = 1024;
+// The histogram, a digit's histogram, then the upper halves of a row's, or of a slab's, keys.
+constexpr int kFixedBytes = (kCoarseBins + kDigitBins) * 4;
 
 }  // namespace topk_config
 }  // namespace sparse_indexer

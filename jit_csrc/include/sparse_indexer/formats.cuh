@@ -11,7 +11,9 @@ __device__ inline float exp2_of(int e) {
   return e >= -126 ? __int_as_float((e + 127) << 23) : __int_as_float(1 << (e + 149));
 }
 
-__device__ inline float quiet_nan() { return __int_as_float(0x7fc00000); }
+__device__ inline float quiet_nan() {
+  return __int_as_float(0x7fc00000);
+}
 
 // float16 bits of a float, rounded to nearest even, and back.
 __device__ inline uint32_t half_bits(float x) {
@@ -56,7 +58,8 @@ __device__ inline uint2 e4m3_of_e2m1_table(int d) {
       code = units < 16 ? units : units < 32 ? 16 + (units - 16) / 2 : 24 + (units - 32) / 4;
     } else {
       const int shift = d - 14 < 8 ? d - 14 : 8;
-      const int down = halves[i] >> shift, rest = halves[i] & ((1 << shift) - 1), tie = 1 << (shift - 1);
+      const int down = halves[i] >> shift, rest = halves[i] & ((1 << shift) - 1),
+                tie = 1 << (shift - 1);
       code = down + (rest > tie || (rest == tie && (down & 1)));
     }
     codes[i / 4] |= static_cast<uint32_t>(code) << (i % 4 * 8);

@@ -10,12 +10,15 @@ struct BFloat16 {  // storage only
   uint16_t bits;
 };
 
-// float32 bits to an integer of the same order: -0 as +0, NaN as -inf. Never 0, which is therefore
-// free to mean "nothing".
+// A float to an integer of the same order: -0 as +0, NaN as -inf. Never 0, which is therefore free
+// to mean "nothing".
+__device__ inline uint32_t ordered(float x) {
+  // fmaxf drops a NaN, the addition a sign of zero.
+  const uint32_t bits = __float_as_uint(fmaxf(x, __int_as_float(0xff800000)) + 0.0f);
+  return bits ^ (static_cast<int32_t>(bits) >> 31 | 0x80000000u);
+}
 __device__ inline uint32_t ordered(uint32_t bits) {
-  if ((bits & 0x7fffffffu) > 0x7f800000u) bits = 0xff800000u;
-  if (bits == 0x80000000u) bits = 0;
-  return bits ^ (static_cast<int32_t>(bits) < 0 ? 0xffffffffu : 0x80000000u);
+  return ordered(__uint_as_float(bits));
 }
 
 // One element, by the read-only path.

@@ -7,8 +7,8 @@
 namespace sparse_indexer {
 
 // Sum of `value` over the threads before this one; every thread of a CTA of `Warps` warps calls it.
-// `total`, if not null, gets the sum over all. Holds a barrier before it reads and one after, so two
-// calls may follow each other.
+// `total`, if not null, gets the sum over all. Holds a barrier before it reads and one after, so
+// two calls may follow each other.
 template <int Warps, typename T>
 __device__ T exclusive_scan(T value, T* total = nullptr) {
   static_assert(Warps <= 32, "one warp scans the warps' sums");

@@ -88,9 +88,10 @@ def compile_host(kernel: Kernel, compiler: HostCompiler, staging: Path, log: Pat
 def _run_nvrtc(unit: str, name: str, flags: tuple[str, ...]) -> Built:
     try:
         from cupy.cuda import nvrtc
-    except ImportError as error:
-        return Built(b"", f"error: cannot import cupy.cuda.nvrtc: {error}")
-    program = nvrtc.createProgram(unit, name, [], [])
+
+        program = nvrtc.createProgram(unit, name, [], [])
+    except (ImportError, OSError, RuntimeError) as error:
+        return Built(b"", f"error: CuPy cannot use NVRTC: {error}")
     try:
         nvrtc.compileProgram(program, flags)
         return Built(nvrtc.getCUBIN(program), nvrtc.getProgramLog(program))

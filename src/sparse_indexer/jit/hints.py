@@ -26,6 +26,8 @@ def hint_for(output: str, target: str, compiler: tuple[int, int] | None) -> str 
     """
     if compiler is None:
         return _host_hint(output)
+    if "CuPy cannot use NVRTC" in output:
+        return f"CuPy and NVRTC must be for one CUDA major: {NO_DEVICE_COMPILER}"
     if re.search(r"invalid value for --gpu-architecture|unsupported gpu arch", output, re.I):
         return _architecture_hint(target, compiler)
     major = compiler[0]

@@ -54,15 +54,16 @@ def warmup(device: torch.device | str, kernels: list[Kernel] | None = None) -> N
         raise mismatch("device", "a CUDA device", str(where))
     if where.index is None:
         where = torch.device("cuda", torch.cuda.current_device())
-    capability = torch.cuda.get_device_capability(where)
-    chosen = list(all_kernels().values()) if kernels is None else kernels
-    chosen = [k for k in chosen if kernels or k.is_for(capability)]
+    if kernels is None:
+        capability = torch.cuda.get_device_capability(where)
+        kernels = [kernel for kernel in all_kernels().values() if kernel.is_for(capability)]
+    wanted = [(kernel, _capability(kernel, where)) for kernel in kernels]
     with ThreadPoolExecutor(max_jobs()) as pool:
-        tasks = [pool.submit(host_artifact, kernel) for kernel in chosen]
-        tasks += [pool.submit(device_artifact, kernel, capability) for kernel in chosen]
+        tasks = [pool.submit(host_artifact, kernel) for kernel in kernels]
+        tasks += [pool.submit(device_artifact, *kernel_for) for kernel_for in wanted]
         for task in tasks:
             task.result()
-    for kernel in chosen:
+    for kernel in kernels:
         load(kernel, where)
 
 

@@ -10,10 +10,9 @@ from sparse_indexer.jit import Kernel, load
 KERNEL = Kernel(
     "topk",
     {
-        "topk_f32_kept": "sparse_indexer::Topk<float, true>",
-        "topk_f32": "sparse_indexer::Topk<float, false>",
-        "topk_bf16_kept": "sparse_indexer::Topk<sparse_indexer::BFloat16, true>",
-        "topk_bf16": "sparse_indexer::Topk<sparse_indexer::BFloat16, false>",
+        f"topk_{name}_{threads}": f"sparse_indexer::Topk<{key}, {threads}>"
+        for name, key in (("f32", "float"), ("bf16", "sparse_indexer::BFloat16"))
+        for threads in (512, 1024)
     },
 )
 
