@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from sparse_indexer.backends.mask import MaskIndexer
+from sparse_indexer.devices import resolve_device
 from sparse_indexer.errors import BackendUnavailable, describe, mismatch
 from sparse_indexer.protocol import CandidateIndexer
 
@@ -57,9 +58,9 @@ def make_candidate_indexer(
         ValueError: an unknown backend or device, or an option out of range.
         BackendUnavailable: the named backend cannot run there; the message says why and what to do.
     """
-    if backend != "auto" and backend not in BACKENDS:
+    if backend not in ("auto", *BACKENDS):
         raise mismatch("backend", " or ".join(map(repr, ("auto", *BACKENDS))), describe(backend))
-    where = _resolve(device)
+    where = resolve_device(device)
     for name in BACKENDS if backend == "auto" else (backend,):
         reason = why_not(name, where)
         if reason is None:
@@ -88,22 +89,6 @@ def why_not(name: str, device: torch.device) -> str | None:
     if spec.make is None:
         return "is not in this release: use backend='mask'"
     return None
-
-
-def _resolve(device: torch.device | str) -> torch.device:
-    try:
-        where = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise mismatch("device", "a torch device", describe(device)) from error
-    if where.type == "cuda":
-        count = torch.cuda.device_count()
-        if not count:
-            raise mismatch("device", "an NVIDIA GPU that torch can use, or 'cpu'", str(where))
-        index = torch.cuda.current_device() if where.index is None else where.index
-        if index >= count:
-            raise mismatch("device", f"cuda:0 to cuda:{count - 1}", str(where))
-        where = torch.device("cuda", index)
-    return where
 
 
 @cache

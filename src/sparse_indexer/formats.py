@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from sparse_indexer.errors import expect_tensor
+from sparse_indexer.errors import expect_tensor, mismatch
 
 HEAD_DIM = 128
 FP4_GROUP = 32
@@ -134,13 +134,16 @@ def dequantize_fp4(
 ) -> torch.Tensor:
     """e2m1 `[..., 64]` uint8 and ue8m0 `[...]` int32 to `[..., 128]` of `dtype`, exactly.
 
-    `dtype` is float32 or float64: both hold every e2m1 x ue8m0 product, 2^-127 included.
+    `dtype` is float32 or float64. Both hold every e2m1 x ue8m0 product, the subnormal ones
+    included, but for those from 2^128 on, which are infinite in float32.
 
     Raises:
         ValueError: a shape or dtype is not as above.
     """
     expect_tensor("values", values, (..., HEAD_DIM // 2), (torch.uint8,))
     expect_tensor("scales", scales, tuple(values.shape[:-1]), (torch.int32,))
+    if dtype not in (torch.float32, torch.float64):
+        raise mismatch("dtype", "torch.float32 or torch.float64", str(dtype))
     codes = scales.contiguous()[..., None].view(torch.uint8)
     low, high = values & 15, values >> 4
     nibbles = torch.stack((low, high), -1).flatten(-2).to(torch.int16)

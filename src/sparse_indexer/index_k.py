@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -66,7 +67,7 @@ class IndexKPool(msgspec.Struct, frozen=True, eq=False):
         pages = self.pages
         if not isinstance(pages, torch.Tensor) or pages.ndim < 2 or pages.dtype != dtype:
             raise mismatch("pages", expected, pages)
-        if pages[:1].numel() not in (0, elements) or (not len(pages) and pages.ndim != 2):
+        if math.prod(pages.shape[1:]) != elements:
             raise mismatch("pages", expected, pages)
         if len(pages) and not pages[0].is_contiguous():
             strides = f"strides {list(pages.stride())}"
@@ -86,6 +87,8 @@ class IndexKPool(msgspec.Struct, frozen=True, eq=False):
     ) -> IndexKPool:
         """A pool of `num_pages` pages of zero bytes (zero keys)."""
         spec = _spec(format)
+        expect_int("num_pages", num_pages, 0)
+        expect_int("page_size", page_size, BLOCK_SIZE)
         dtype = torch.uint8 if spec.scale_bytes else spec.values_dtype
         elements = page_size * _position_bytes(spec) // dtype.itemsize
         pages = torch.zeros(num_pages, elements, dtype=dtype, device=device)

@@ -99,7 +99,7 @@ class PrefillPlan(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             got = str(self.rows_per_request)
             raise mismatch("rows_per_request", f"the counts of request_of_row, {counts}", got)
         lens = self.compressed_lens.cpu()
-        limit = torch.tensor(self.context_lens)[requests.long()]
+        limit = torch.tensor(self.context_lens, device="cpu")[requests.long()]
         within = "0 to the context_lens of its request"
         _refuse_first("compressed_lens", (lens < 0) | (lens > limit), lens, within)
 

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sparse_indexer.devices import resolve_device
 from sparse_indexer.errors import expect_int, expect_tensor, mismatch
 from sparse_indexer.formats import INT32_MAX
 from sparse_indexer.plan import PrefillPlan
@@ -70,13 +71,17 @@ def plan_prefill(
         tokens = _host_ints("positions", positions, low=-1)
         if len(tokens) != len(requests):
             raise mismatch("positions", f"{len(requests)} values, one a row", f"{len(tokens)}")
-        staged["compressed_lens"] = (tokens + 1) // ratio
+        staged["compressed_lens"] = _fit_int32("positions", tokens, (tokens + 1) // ratio)
     contexts = _contexts(context_lens, len(counts), requests, staged.get("compressed_lens"))
     for name, starts in (("key_starts", key_starts), ("request_starts", request_starts)):
         if starts is not None:
             staged[name] = _host_ints(name, starts)
     if page_table is None and row_page_table is None and key_starts is None:
-        staged["key_starts"] = np.cumsum(contexts) - contexts
+        starts = np.cumsum(contexts) - contexts
+        staged["key_starts"] = _fit_int32("context_lens, packed", contexts, starts)
+    shifted = staged.get("request_starts")
+    if shifted is not None and len(shifted) == len(contexts):
+        _fit_int32("request_starts", shifted, shifted + contexts - 1)
     table, name = page_table, "page_table"
     if row_page_table is not None:
         table, name = row_page_table, "row_page_table"
@@ -92,7 +97,10 @@ def plan_prefill(
     copied = _copy_to_device(staged, where)
     if table is not None:
         table = copied["table"].view(table.shape) if "table" in copied else table
-        table = table[copied["first_row"].long()] if "first_row" in copied else table
+        if "first_row" in copied and len(requests):
+            table = table[copied["first_row"].long()]
+        elif "first_row" in copied:
+            table = table.new_zeros(len(counts), table.shape[1])
         table = table.clamp(-1, INT32_MAX).to(torch.int32)
     if on_device:
         expect_tensor("positions", positions, (len(requests),), _INTS, where)
@@ -128,12 +136,14 @@ def expand_index_page_table(
     """
     expect_tensor("page_table", page_table, ("requests", "max_pages"), _INTS)
     per_page = expect_int("index_page_size", index_page_size, 8)
+    if per_page % 8:
+        raise mismatch("index_page_size", "a multiple of 8", str(per_page))
     ratio = expect_int("compress_ratio", compress_ratio, 1)
     if expect_int("kv_page_size", kv_page_size, 1) % (per_page * ratio):
         want = f"a multiple of index_page_size * compress_ratio = {per_page * ratio}"
         raise mismatch("kv_page_size", want, str(kv_page_size))
     m = kv_page_size // (per_page * ratio)
-    first = page_table.to(torch.int64).clamp(-1, INT32_MAX)[..., None] * m
+    first = page_table.to(torch.int64).clamp(-1, INT32_MAX + 1)[..., None] * m
     pages = first + torch.arange(m, device=page_table.device)
     pages = torch.where((first >= 0) & (pages <= INT32_MAX), pages, torch.full_like(pages, -1))
     return pages.flatten(1).to(torch.int32)
@@ -144,17 +154,17 @@ def _plan_device(device: torch.device | str | None, *candidates: HostInts | None
     if device is None:
         tensors = [t for t in candidates if isinstance(t, torch.Tensor)]
         return tensors[0].device if tensors else torch.device("cpu")
-    where = torch.device(device)
-    if where.type == "cuda" and where.index is None:
-        where = torch.device("cuda", torch.cuda.current_device())
-    return where
+    return resolve_device(device)
 
 
 def _host_ints(argument: str, values: HostInts, low: int = 0) -> _Array:
     """1-D host integers of [low, INT32_MAX] as an int64 array."""
     if isinstance(values, torch.Tensor) and values.device.type != "cpu":
         raise mismatch(argument, "integers on the host", values)
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except (TypeError, RuntimeError, ValueError) as error:
+        raise mismatch(argument, "a 1-D sequence of integers", values) from error
     if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
         got = f"shape {list(array.shape)} {array.dtype}"
         raise mismatch(argument, "a 1-D sequence of integers", got)
@@ -165,11 +175,25 @@ def _host_ints(argument: str, values: HostInts, low: int = 0) -> _Array:
     return array.astype(np.int64)
 
 
+def _fit_int32(argument: str, given: _Array, made: _Array) -> _Array:
+    """`made`, if it fits an int32; a mistake of the argument it is made from if not."""
+    outside = np.flatnonzero(made > INT32_MAX)
+    if outside.size:
+        first = int(outside[0])
+        raise mismatch(f"{argument}[{first}]", "what fits an int32", f"{given[first]}")
+    return made
+
+
 def _row_requests(request_of_row: HostInts | None, counts: _Array) -> _Array:
     """The request of each row, counted against rows_per_request."""
     if request_of_row is None:
         return np.repeat(np.arange(len(counts)), counts)
     requests = _host_ints("request_of_row", request_of_row)
+    outside = np.flatnonzero(requests >= len(counts))
+    if outside.size:
+        first = int(outside[0])
+        want = f"0 to {len(counts) - 1}"
+        raise mismatch(f"request_of_row[{first}]", want, str(requests[first]))
     found = np.bincount(requests, minlength=len(counts))
     if not np.array_equal(found, counts):
         want = f"rows of each request as in rows_per_request, {counts.tolist()}"
@@ -214,7 +238,7 @@ def _copy_to_device(arrays: dict[str, _Array], device: torch.device) -> dict[str
     for array in arrays.values():
         offsets.append(size)
         size += -(-array.size // 4) * 4
-    staging = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+    staging = torch.zeros(size, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
     view = staging.numpy()
     for offset, array in zip(offsets, arrays.values(), strict=True):
         view[offset : offset + array.size] = array

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from sparse_indexer.devices import resolve_device
 from sparse_indexer.errors import describe, expect_int, mismatch
 from sparse_indexer.formats import HEAD_DIM, INT32_MAX
 from sparse_indexer.inputs import BLOCK_SIZE, PrefillIndexerInputs, expect_out_positions
@@ -35,7 +36,7 @@ class _Tile(NamedTuple):
 
 
 class MaskIndexer:
-    """`CandidateIndexer` in plain torch.
+    """`CandidateIndexer` in plain torch. A selection has no gradient; none is recorded.
 
     Args:
         device: where inputs and outputs are.
@@ -63,7 +64,7 @@ class MaskIndexer:
         memory_budget: int = 256 << 20,
         accumulate: torch.dtype | None = None,
     ) -> None:
-        self.device = torch.device(device)
+        self.device = resolve_device(device)
         self.topk = expect_int("topk", topk, 0)
         self.topk_blocks = expect_int("topk_blocks", topk_blocks, 1)
         self.memory_budget = expect_int("memory_budget", memory_budget, 1)
@@ -73,6 +74,7 @@ class MaskIndexer:
             raise mismatch("accumulate", "torch.float32 or torch.float64", str(accumulate))
         self.accumulate = accumulate
 
+    @torch.no_grad()
     def publish_prefill(
         self, inputs: PrefillIndexerInputs, out_positions: torch.Tensor | None = None
     ) -> Candidates:
@@ -100,6 +102,7 @@ class MaskIndexer:
             self.select_prefill(candidates, inputs, out_positions)
         return candidates
 
+    @torch.no_grad()
     def select_prefill(
         self, candidates: Candidates, inputs: PrefillIndexerInputs, out_positions: torch.Tensor
     ) -> None:
@@ -120,6 +123,7 @@ class MaskIndexer:
         rows = candidates.plan.tail_rows(tail_lens)
         return Candidates(candidates.blocks[rows], candidates.plan.tail(tail_lens))
 
+    @torch.no_grad()
     def topk_prefill(self, inputs: PrefillIndexerInputs, out_positions: torch.Tensor) -> None:
         """See `CandidateIndexer.topk_prefill`."""
         self._expect(inputs, out_positions)
@@ -129,11 +133,12 @@ class MaskIndexer:
                 best = merge(best, pack(order, _visible(tile, start, order), start))
             self._write(inputs, tile, best, out_positions)
 
+    @torch.no_grad()
     def dense_logits(self, inputs: PrefillIndexerInputs) -> torch.Tensor:
         """The matrix `[rows, max(context_lens)]` float32, -inf where a row sees nothing."""
         self._expect(inputs, None)
         shape = (inputs.plan.num_rows, max(inputs.plan.context_lens, default=0))
-        out = torch.full(shape, -torch.inf, device=self.device)
+        out = torch.full(shape, -torch.inf, dtype=torch.float32, device=self.device)
         for tile in self._tiles(inputs):
             for start, values in self._logits(inputs, tile):
                 values = torch.where(_visible(tile, start, values), values, -torch.inf)

@@ -32,7 +32,8 @@ def cuda_headers(major: int) -> tuple[Path, ...]:
 def cuda_version(include: Path) -> tuple[int, int] | None:
     """The CUDA version of a folder of headers; `None` if it is none."""
     try:
-        text = (include / "cuda_runtime_api.h").read_text(errors="replace")
+        with (include / "cuda_runtime_api.h").open(errors="replace") as file:
+            text = file.read(64 << 10)  # it is near the top
     except OSError:
         return None
     found = re.search(r"#define CUDART_VERSION\s+(\d+)", text)

@@ -53,7 +53,7 @@ def _architecture_hint(target: str, compiler: tuple[int, int]) -> str:
     if number < 75 and compiler >= (13, 0):
         return (
             f"{version} has dropped {target}: install the CUDA 12 compiler, "
-            "pip uninstall cupy-cuda13x && pip install 'sparse-indexer[cuda12]'"
+            "pip uninstall cupy-cuda13x nvidia-cuda-nvrtc && pip install 'sparse-indexer[cuda12]'"
         )
     return (
         f"{version} does not know {target}: update the compiler, "

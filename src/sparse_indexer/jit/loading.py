@@ -35,10 +35,7 @@ def load(kernel: Kernel, device: torch.device) -> tvm_ffi.Module:
     Raises:
         JitError: it cannot be built or loaded, or a CUDA graph is being captured; see `warmup`.
     """
-    try:
-        return kernel.loaded[device]
-    except KeyError:
-        return _load(kernel, device)
+    return kernel.loaded.get(device) or _load(kernel, device)
 
 
 def warmup(device: torch.device | str, kernels: list[Kernel] | None = None) -> None:

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A device as tensors name it."""
+
+from __future__ import annotations
+
+import torch
+
+from sparse_indexer.errors import describe, mismatch
+
+
+def resolve_device(device: torch.device | str) -> torch.device:
+    """The device with its index, `"cuda"` meaning the current one; the CPU without.
+
+    Raises:
+        ValueError: no device, or a GPU that torch cannot use.
+    """
+    try:
+        where = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise mismatch("device", "a torch device", describe(device)) from error
+    if where.type == "cpu":
+        return torch.device("cpu")
+    if where.type != "cuda":
+        return where
+    count = torch.cuda.device_count()
+    if not count:
+        raise mismatch("device", "an NVIDIA GPU that torch can use, or 'cpu'", str(where))
+    index = torch.cuda.current_device() if where.index is None else where.index
+    if index >= count:
+        raise mismatch("device", f"cuda:0 to cuda:{count - 1}", str(where))
+    return torch.device("cuda", index)
