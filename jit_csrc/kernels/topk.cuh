@@ -15,6 +15,7 @@
 #pragma once
 
 #include "kernels/topk.h"
+#include "sparse_indexer/histogram.cuh"
 #include "sparse_indexer/order.cuh"
 #include "sparse_indexer/scan.cuh"
 
@@ -40,25 +41,20 @@ struct Topk {
   static constexpr int kDigitBits = topk_config::kDigitBits;
   static constexpr int kListed = topk_config::kListed;
   static constexpr uint32_t kForced = 0xffffffffu;
+  using Bins = Histogram<Threads>;
+  using Four32 = uint32_t[kVector];
   static_assert(32 - topk_config::kCoarseBits == 2 * kDigitBits, "three digits are a key");
   static_assert(kOwned == 32, "a thread's marks are one word");
-
-  // The bin that holds the threshold, columns still to take from it, and columns in it.
-  struct Found {
-    int bin;
-    int need;
-    int count;
-  };
 
   // Shared memory: the histogram, later the list; a digit's histogram; upper halves, see `slot`.
   static __device__ uint32_t* shared() {
     extern __shared__ uint4 bytes[];
     return reinterpret_cast<uint32_t*>(bytes);
   }
-  static __device__ uint32_t* histogram() { return shared(); }               // [kCoarseBins]
-  static __device__ uint32_t* list_keys() { return shared(); }               // [kListed]
-  static __device__ uint32_t* list_columns() { return shared() + kListed; }  // [kListed]
-  static __device__ uint32_t* digits() { return shared() + kCoarseBins; }    // [kDigitBins]
+  static __device__ uint32_t* coarse_bins() { return shared(); }               // [kCoarseBins]
+  static __device__ uint32_t* list_keys() { return shared(); }                 // [kListed]
+  static __device__ uint32_t* list_columns() { return shared() + kListed; }    // [kListed]
+  static __device__ uint32_t* digit_bins() { return shared() + kCoarseBins; }  // [kDigitBins]
   static __device__ uint16_t* kept() {  // [slabs of a row, or 1][kSlab]
     return reinterpret_cast<uint16_t*>(shared() + kCoarseBins + kDigitBins);
   }
@@ -80,117 +76,94 @@ struct Topk {
       return;
     }
     const Key* row = static_cast<const Key*>(p.keys) + r * p.stride;
-    Topk self{p, row, columns, p.force_last ? columns - 1 : -1,
-              reinterpret_cast<uint64_t>(row) % (kVector * sizeof(Key)) == 0};
+    const Topk self{p, row, columns, p.force_last ? columns - 1 : -1,
+                    reinterpret_cast<uint64_t>(row) % (kVector * sizeof(Key)) == 0};
     self.select();
   }
 
   // 0. Keys ---------------------------------------------------------------------------------------
-
-  // The ordered keys of columns c ... c + 3; 0, below every key, past the end.
-  __device__ void load(int c, uint32_t (&key)[kVector]) const {
-    if (vectors && c + kVector <= columns) {
-      load_ordered(row + c, key);
-    } else {
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) key[j] = c + j < columns ? load_ordered(row + c + j) : 0;
-    }
-    if (c <= forced && forced < c + kVector) {
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) key[j] = c + j == forced ? kForced : key[j];
-    }
-  }
 
   __device__ uint32_t load(int c) const { return c == forced ? kForced : load_ordered(row + c); }
 
   // Where column c's upper half is. A thread owns 32 columns, four 16-byte vectors in a row of 64
   // bytes; the vectors are permuted so that neither writing columns nor reading owned ones
   // conflicts.
-  static __device__ int slot(int c) {
-    const int owner = c / kOwned, vector = c / 8 % 4;
-    return owner * kOwned + ((vector ^ (owner >> 1 & 3)) * 8) + c % 8;
+  static __device__ __forceinline__ uint32_t slot(uint32_t c) {
+    return c ^ (c >> 6 & 3) << 3;  // bits 6 and 7: the owner's number / 2; bits 3 and 4: the vector
   }
 
-  // Calls visit(first column, keys) for all columns from `first` on, a few loads ahead.
+  // Calls visit(first column, four keys, whole) for all columns of [first, stop). Past the row's
+  // end a key is 0, below every key; `whole` says that none is.
   template <typename Visit>
   __device__ __forceinline__ void for_each_key(int first, int stop, Visit visit) const {
-    constexpr int kAhead = 2;
-    for (int base = first; base < stop; base += kAhead * kTile) {
-      uint32_t key[kAhead][kVector];
+    constexpr int kAhead = 2;  // loads in flight
+    int base = first;
+    if (vectors) {
+      const int ordinary = min(stop, forced >= 0 ? forced : columns);
+      for (; base + kAhead * kTile <= ordinary; base += kAhead * kTile) {
+        const int c = base + static_cast<int>(threadIdx.x) * kVector;
+        Four<Key> raw[kAhead];
 #pragma unroll
-      for (int a = 0; a < kAhead; ++a) {
-        load(base + a * kTile + static_cast<int>(threadIdx.x) * kVector, key[a]);
-      }
+        for (int a = 0; a < kAhead; ++a) raw[a] = load_four(row + c + a * kTile);
 #pragma unroll
-      for (int a = 0; a < kAhead; ++a) {
-        const int c = base + a * kTile + static_cast<int>(threadIdx.x) * kVector;
-        if (c < stop) visit(c, key[a]);
+        for (int a = 0; a < kAhead; ++a) {
+          uint32_t key[kVector];
+          ordered(raw[a], key);
+          visit(c + a * kTile, key, true);
+        }
       }
+    }
+    for (; base < stop; base += kTile) {
+      const int c = base + static_cast<int>(threadIdx.x) * kVector;
+      uint32_t key[kVector];
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) key[j] = c + j < columns ? load(c + j) : 0;
+      if (c < stop) visit(c, key, false);
     }
   }
 
-  // The upper halves of this thread's columns of a slab, 8 at a time: visit(bit, half).
+  // This thread's columns of a slab, 8 at a time: visit(first column, their upper halves by pairs).
   template <typename Visit>
-  __device__ __forceinline__ void for_each_owned(const uint16_t* slab, Visit visit) const {
-    const int owner = threadIdx.x;
-#pragma unroll
+  __device__ __forceinline__ void for_each_owned(int slab, Visit visit) const {
+    const uint16_t* owned = kept() + slab + threadIdx.x * kOwned;
+#pragma unroll 1  // registers are what is short
     for (int v = 0; v < 4; ++v) {
-      const uint4 x =
-          *reinterpret_cast<const uint4*>(slab + owner * kOwned + ((v ^ (owner >> 1 & 3)) * 8));
-      const uint32_t words[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        visit(v * 8 + w * 2, words[w] & 0xffff);
-        visit(v * 8 + w * 2 + 1, words[w] >> 16);
-      }
+      const uint4 x = *reinterpret_cast<const uint4*>(owned + (v ^ (threadIdx.x >> 1 & 3)) * 8);
+      const uint32_t pairs[4] = {x.x, x.y, x.z, x.w};
+      visit(v * 8, pairs);
     }
   }
 
-  // 1. Digits -------------------------------------------------------------------------------------
-
-  template <int Bins>
-  __device__ void clear(uint32_t* bins) const {
-    for (int b = threadIdx.x; b < Bins; b += Threads) bins[b] = 0;
-    __syncthreads();  // before anyone counts
-  }
-
-  // The bin, from the top, that holds the need-th column.
-  template <int Bins>
-  __device__ __noinline__ Found find(const uint32_t* bins, int need) const {
-    constexpr int kPer = (Bins + Threads - 1) / Threads;
-    __shared__ Found found;
-    __syncthreads();  // all have counted
-    const int top = Bins - 1 - static_cast<int>(threadIdx.x) * kPer;
-    uint32_t sum = 0;
+  // Bits of this thread's columns of a slab whose upper half is at least `from`, below 0x10000.
+  __device__ __forceinline__ uint32_t owned_from(int slab, uint32_t from) const {
+    uint32_t bits = 0;
+    const uint32_t shifted = from << 16;
+    for_each_owned(slab, [&](int first, const uint32_t (&pairs)[4]) {
+      uint32_t eight = 0;
 #pragma unroll
-    for (int j = 0; j < kPer; ++j) sum += top - j >= 0 ? bins[top - j] : 0;
-    const uint32_t above = exclusive_scan<kWarps>(sum);
-    int left = need - static_cast<int>(above);
-    if (left > 0 && left <= static_cast<int>(sum)) {  // one thread
-#pragma unroll
-      for (int j = 0; j < kPer; ++j) {
-        const int count = top - j >= 0 ? static_cast<int>(bins[top - j]) : 0;
-        if (left > 0 && left <= count) found = {top - j, left, count};
-        left -= count;
+      for (int i = 0; i < 4; ++i) {
+        if (pairs[i] << 16 >= shifted) eight |= 1u << 2 * i;
+        if (pairs[i] >= shifted) eight |= 2u << 2 * i;
       }
-    }
-    __syncthreads();  // `found` is written, the bins have been read
-    return found;
+      bits |= eight << first;
+    });
+    return bits;
   }
 
   // 2. Selection ----------------------------------------------------------------------------------
 
-  __device__ void select() {
-    clear<kCoarseBins>(histogram());
+  __device__ __forceinline__ void select() const {
+    const Bins histogram(coarse_bins()), digits(digit_bins());
+    histogram.template clear<kCoarseBins>();
     const int slabs = (columns + kSlab - 1) / kSlab;
-    for_each_key(0, p.kept ? slabs * kSlab : columns, [&](int c, const uint32_t (&key)[kVector]) {
+    for_each_key(0, p.kept ? slabs * kSlab : columns, [&](int c, const Four32& key, bool whole) {
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
-        if (key[j] != 0) atomicAdd(&histogram()[key[j] >> 2 * kDigitBits], 1u);
+        if (whole || key[j] != 0) histogram.count(key[j] >> 2 * kDigitBits);
       }
       if (p.kept) keep(c, key);
     });
-    const Found coarse = find<kCoarseBins>(histogram(), p.k);
+    const Found coarse = histogram.template find<kCoarseBins>(p.k);
 
     if (p.kept) {
       // Bits of the upper half that are settled: 12, or all 16 if the bin is too full.
@@ -198,61 +171,72 @@ struct Topk {
       uint32_t bin = coarse.bin;
       Found tied = coarse;
       if (tied.count > kListed) {
-        clear<16>(digits());
+        digits.template clear<16>();
         for (int s = 0; s < columns; s += kSlab) {
-          for_each_owned(kept() + s, [&](int bit, uint32_t half) {
-            if (half >> 4 == bin && half != 0) atomicAdd(&digits()[half & 15], 1u);
+          for_each_owned(s, [&](int, const uint32_t (&pairs)[4]) {
+#pragma unroll
+            for (uint32_t pair : pairs) {
+              if ((pair & 0xffff) >> 4 == bin) digits.count(pair & 15);
+              if (pair >> 20 == bin) digits.count(pair >> 16 & 15);
+            }
           });
         }
-        tied = find<16>(digits(), coarse.need);
+        tied = digits.template find<16>(coarse.need);
         bin = bin << 4 | tied.bin;
         shift = 0;
       }
       if (tied.count <= kListed) {
-        settle_listed(bin, shift, tied);
-        write_kept(min((bin + 1) << shift, 0xffffu) - 1, 0, 0);  // what is selected is all ones
+        settle_listed(bin << shift, (bin + 1) << shift, tied.need, tied.count);
+        write_kept(min((bin + 1) << shift, 0xffffu), 0);  // what is selected is all ones
         return;
       }
       if (same_keys(bin)) {
-        write_kept(bin, bin, tied.need);
+        write_kept(bin + 1, tied.need);
         return;
       }
     }
-    // Digit by digit from global memory.
-    clear<kDigitBins>(digits());
-    count_digit(coarse.bin, 2 * kDigitBits, kDigitBits);
-    const Found middle = find<kDigitBins>(digits(), coarse.need);
-    const uint32_t upper = static_cast<uint32_t>(coarse.bin) << kDigitBits | middle.bin;
-    clear<kDigitBins>(digits());
-    count_digit(upper, kDigitBits, 0);
-    const Found last = find<kDigitBins>(digits(), middle.need);
-    write_again(upper << kDigitBits | last.bin, last.need);
+    select_again(p, row, columns, forced, vectors, coarse.bin, coarse.need);
+  }
+
+  // Digit by digit from global memory. A call of its own: the usual path keeps its registers.
+  static __device__ __noinline__ void select_again(const Params& p, const Key* row, int columns,
+                                                   int forced, bool vectors, uint32_t bin,
+                                                   int need) {
+    const Topk self{p, row, columns, forced, vectors};
+    const Bins digits(digit_bins());
+    digits.template clear<kDigitBins>();
+    self.count_digit(digits, bin, 2 * kDigitBits, kDigitBits);
+    const Found middle = digits.template find<kDigitBins>(need);
+    const uint32_t upper = bin << kDigitBits | middle.bin;
+    digits.template clear<kDigitBins>();
+    self.count_digit(digits, upper, kDigitBits, 0);
+    const Found last = digits.template find<kDigitBins>(middle.need);
+    self.write_again(upper << kDigitBits | last.bin, last.need);
   }
 
   // Keeps the upper halves of four columns; 0 past the row's end.
-  __device__ void keep(int c, const uint32_t (&key)[kVector]) {
+  __device__ __forceinline__ void keep(int c, const Four32& key) const {
     *reinterpret_cast<uint2*>(kept() + slot(c)) =
         make_uint2(__byte_perm(key[0], key[1], 0x7632), __byte_perm(key[2], key[3], 0x7632));
   }
 
   // Counts one digit of the keys that agree with `prefix` above it.
-  __device__ void count_digit(uint32_t prefix, int prefix_shift, int shift) const {
-    for_each_key(0, columns, [&](int, const uint32_t (&key)[kVector]) {
+  __device__ __forceinline__ void count_digit(const Bins& digits, uint32_t prefix, int prefix_shift,
+                                              int shift) const {
+    for_each_key(0, columns, [&](int, const Four32& key, bool) {
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
-        if (key[j] != 0 && key[j] >> prefix_shift == prefix) {
-          atomicAdd(&digits()[key[j] >> shift & (kDigitBins - 1)], 1u);
-        }
+        if (key[j] >> prefix_shift == prefix) digits.count(key[j] >> shift & (kDigitBins - 1));
       }
     });
   }
 
   // Whether all keys with this upper half are the same; always so for bfloat16.
-  __device__ bool same_keys(uint32_t half) const {
+  __device__ __forceinline__ bool same_keys(uint32_t half) const {
     if constexpr (sizeof(Key) == 2) return true;
     bool any = false, same = true;
     uint32_t first = 0;
-    for_each_key(0, columns, [&](int, const uint32_t (&key)[kVector]) {
+    for_each_key(0, columns, [&](int, const Four32& key, bool) {
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
         if (key[j] >> 16 != half) continue;
@@ -269,15 +253,15 @@ struct Topk {
     return smallest == largest;
   }
 
-  // Lists the columns in `bin` in column order, finds which of them are selected, and replaces
-  // their upper halves: all ones if selected, else 0.
-  __device__ void settle_listed(uint32_t bin, int shift, const Found& tied) {
+  // Lists the columns whose upper half is in [from, to) in column order, finds which of them are
+  // selected, and replaces their upper halves: all ones if selected, else 0.
+  __device__ __forceinline__ void settle_listed(uint32_t from, uint32_t to, int need,
+                                                int count) const {
+    const Bins digits(digit_bins());
     uint32_t listed = 0;
     for (int s = 0; s < columns; s += kSlab) {
-      uint32_t mine = 0;
-      for_each_owned(kept() + s, [&](int bit, uint32_t half) {
-        mine |= uint32_t(half >> shift == bin && half != 0) << bit;
-      });
+      uint32_t mine = owned_from(s, from);
+      if (to <= 0xffff) mine &= ~owned_from(s, to);
       uint32_t total;
       uint32_t at = listed + exclusive_scan<kWarps, uint32_t>(__popc(mine), &total);
       listed += total;
@@ -285,22 +269,20 @@ struct Topk {
         list_columns()[at++] = s + threadIdx.x * kOwned + __ffs(mine) - 1;
       }
     }
-    clear<kDigitBins>(digits());  // and the list of columns is complete
-    const int count = tied.count;
+    digits.template clear<kDigitBins>();  // and the list of columns is complete
     for (int i = threadIdx.x; i < count; i += Threads) {
       const uint32_t key = load(static_cast<int>(list_columns()[i]));
       list_keys()[i] = key;
-      atomicAdd(&digits()[key >> kDigitBits & (kDigitBins - 1)], 1u);
+      digits.count(key >> kDigitBits & (kDigitBins - 1));
     }
-    const Found middle = find<kDigitBins>(digits(), tied.need);
-    clear<kDigitBins>(digits());
+    const Found middle = digits.template find<kDigitBins>(need);
+    digits.template clear<kDigitBins>();
     for (int i = threadIdx.x; i < count; i += Threads) {
       const uint32_t key = list_keys()[i];
-      if ((key >> kDigitBits & (kDigitBins - 1)) == middle.bin) {
-        atomicAdd(&digits()[key & (kDigitBins - 1)], 1u);
-      }
+      if ((key >> kDigitBits & (kDigitBins - 1)) == middle.bin)
+        digits.count(key & (kDigitBins - 1));
     }
-    const Found last = find<kDigitBins>(digits(), middle.need);
+    const Found last = digits.template find<kDigitBins>(middle.need);
     const uint32_t low = static_cast<uint32_t>(middle.bin) << kDigitBits | last.bin;
     constexpr uint32_t kLow = (1u << 2 * kDigitBits) - 1;
 
@@ -328,26 +310,24 @@ struct Topk {
 
   // 3. Ordered output -----------------------------------------------------------------------------
 
-  // Kept rows: columns whose upper half is above `above`, and the first `need` that equal `equal`.
-  __device__ void write_kept(uint32_t above, uint32_t equal, int need) {
+  // Kept rows: columns whose upper half is at least `from`, and the first `need` of those one
+  // below.
+  __device__ __forceinline__ void write_kept(uint32_t from, int need) const {
     uint32_t before_above = 0, before_equal = 0;
     for (int s = 0; s < columns; s += kSlab) {
-      uint32_t higher = 0, same = 0;
-      for_each_owned(kept() + s, [&](int bit, uint32_t half) {
-        higher |= uint32_t(half > above) << bit;
-        if (need > 0) same |= uint32_t(half == equal) << bit;
-      });
+      const uint32_t higher = owned_from(s, from);
+      const uint32_t same = need > 0 ? owned_from(s, from - 1) & ~higher : 0;
       write_slab(s, higher, same, need, before_above, before_equal);
     }
     finish();
   }
 
   // Any rows: the keys are read once more, and compared with the whole threshold.
-  __device__ void write_again(uint32_t threshold, int need) {
+  __device__ __forceinline__ void write_again(uint32_t threshold, int need) const {
     uint32_t before_above = 0, before_equal = 0;
     for (int s = 0; s < columns; s += kSlab) {
       // 2: above, 1: equal, 0: neither; in place of the slab's upper halves.
-      for_each_key(s, s + kSlab, [&](int c, const uint32_t (&key)[kVector]) {
+      for_each_key(s, s + kSlab, [&](int c, const Four32& key, bool) {
         uint32_t mark[kVector];
 #pragma unroll
         for (int j = 0; j < kVector; ++j) {
@@ -357,11 +337,8 @@ struct Topk {
             make_uint2(mark[0] | mark[1] << 16, mark[2] | mark[3] << 16);
       });
       __syncthreads();  // the marks are complete
-      uint32_t higher = 0, same = 0;
-      for_each_owned(kept(), [&](int bit, uint32_t mark) {
-        higher |= (mark >> 1) << bit;
-        same |= (mark & 1) << bit;
-      });
+      const uint32_t higher = owned_from(0, 2);
+      const uint32_t same = owned_from(0, 1) & ~higher;
       write_slab(s, higher, same, need, before_above, before_equal);  // its scan holds barriers
     }
     finish();

@@ -29,15 +29,32 @@ __device__ inline uint32_t load_ordered(const BFloat16* at) {
   return ordered(uint32_t(__ldg(reinterpret_cast<const uint16_t*>(at))) << 16);
 }
 
-// Four elements; `at` is a multiple of their bytes.
-__device__ inline void load_ordered(const float* at, uint32_t (&key)[4]) {
-  const uint4 v = __ldg(reinterpret_cast<const uint4*>(at));
-  key[0] = ordered(v.x), key[1] = ordered(v.y), key[2] = ordered(v.z), key[3] = ordered(v.w);
+// Four elements as they are stored; `at` is a multiple of their bytes.
+template <typename Key>
+struct Four;
+template <>
+struct Four<float> {
+  uint4 bits;
+};
+template <>
+struct Four<BFloat16> {
+  uint2 bits;
+};
+
+__device__ __forceinline__ Four<float> load_four(const float* at) {
+  return {__ldg(reinterpret_cast<const uint4*>(at))};
 }
-__device__ inline void load_ordered(const BFloat16* at, uint32_t (&key)[4]) {
-  const uint2 v = __ldg(reinterpret_cast<const uint2*>(at));
-  key[0] = ordered(v.x << 16), key[1] = ordered(v.x & 0xffff0000u);
-  key[2] = ordered(v.y << 16), key[3] = ordered(v.y & 0xffff0000u);
+__device__ __forceinline__ Four<BFloat16> load_four(const BFloat16* at) {
+  return {__ldg(reinterpret_cast<const uint2*>(at))};
+}
+
+__device__ __forceinline__ void ordered(const Four<float>& v, uint32_t (&key)[4]) {
+  key[0] = ordered(v.bits.x), key[1] = ordered(v.bits.y);
+  key[2] = ordered(v.bits.z), key[3] = ordered(v.bits.w);
+}
+__device__ __forceinline__ void ordered(const Four<BFloat16>& v, uint32_t (&key)[4]) {
+  key[0] = ordered(v.bits.x << 16), key[1] = ordered(v.bits.x & 0xffff0000u);
+  key[2] = ordered(v.bits.y << 16), key[3] = ordered(v.bits.y & 0xffff0000u);
 }
 
 }  // namespace sparse_indexer

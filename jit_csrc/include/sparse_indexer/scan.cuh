@@ -6,32 +6,34 @@
 
 namespace sparse_indexer {
 
+// Sum over the lanes up to this one.
+template <int Lanes = 32, typename T>
+__device__ __forceinline__ T inclusive_scan_of_warp(T value) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int step = 1; step < Lanes; step *= 2) {
+    const T from = __shfl_up_sync(~0u, value, step);
+    if (lane >= step) value += from;
+  }
+  return value;
+}
+
 // Sum of `value` over the threads before this one; every thread of a CTA of `Warps` warps calls it.
 // `total`, if not null, gets the sum over all. Holds a barrier before it reads and one after, so
 // two calls may follow each other.
 template <int Warps, typename T>
-__device__ T exclusive_scan(T value, T* total = nullptr) {
-  static_assert(Warps <= 32, "one warp scans the warps' sums");
+__device__ __forceinline__ T exclusive_scan(T value, T* total = nullptr) {
+  static_assert(Warps <= 32, "a warp scans the warps' sums");
   __shared__ T sums[Warps];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  T inclusive = value;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const T from = __shfl_up_sync(~0u, inclusive, step);
-    if (lane >= step) inclusive += from;
-  }
+  const T inclusive = inclusive_scan_of_warp(value);
   if (lane == 31) sums[warp] = inclusive;
   __syncthreads();  // the warps' sums are complete
-  T before = 0, all = 0;
-#pragma unroll
-  for (int w = 0; w < Warps; ++w) {
-    const T sum = sums[w];
-    if (w < warp) before += sum;
-    all += sum;
-  }
-  if (total != nullptr) *total = all;
+  const T of_warps = inclusive_scan_of_warp<Warps>(lane < Warps ? sums[lane] : T(0));
+  const T before = __shfl_sync(~0u, of_warps, (warp + 31) % 32);
+  if (total != nullptr) *total = __shfl_sync(~0u, of_warps, Warps - 1);
   __syncthreads();  // and have been read
-  return before + inclusive - value;
+  return (warp > 0 ? before : T(0)) + inclusive - value;
 }
 
 }  // namespace sparse_indexer

@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+// A histogram in shared memory.
+#pragma once
+
+#include "sparse_indexer/scan.cuh"
+
+namespace sparse_indexer {
+
+// The bin that holds the element asked for, counted from the top bin; elements still to take from
+// this bin; elements in it.
+struct Found {
+  int bin;
+  int need;
+  int count;
+};
+
+template <int Threads>
+struct Histogram {
+  uint32_t* bins;    // shared, 16-byte aligned
+  uint32_t address;  // the same, as the shared-memory instructions take it
+
+  __device__ explicit Histogram(uint32_t* shared)
+      : bins(shared), address(static_cast<uint32_t>(__cvta_generic_to_shared(shared))) {}
+
+  template <int Bins>
+  __device__ __forceinline__ void clear() const {
+    static_assert(Bins % 4 == 0, "cleared by vectors");
+    for (int b = threadIdx.x; b < Bins / 4; b += Threads) {
+      reinterpret_cast<uint4*>(bins)[b] = make_uint4(0, 0, 0, 0);
+    }
+    __syncthreads();  // before anyone counts
+  }
+
+  __device__ __forceinline__ void count(uint32_t bin) const {
+    asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(address + bin * 4) : "memory");
+  }
+
+  // Finds the need-th element from the top; `need` is at most the number of elements.
+  template <int Bins>
+  __device__ __forceinline__ Found find(int need) const {
+    constexpr int kPer = Bins > Threads ? Bins / Threads : 1;  // neighboring bins of a thread
+    __shared__ Found found;
+    __syncthreads();  // all have counted
+    const int first = Bins - (static_cast<int>(threadIdx.x) + 1) * kPer;
+    uint32_t counts[kPer];
+    uint32_t sum = 0;
+#pragma unroll
+    for (int j = 0; j < kPer; ++j) {
+      counts[j] = first >= 0 ? bins[first + j] : 0;
+      sum += counts[j];
+    }
+    int left = need - static_cast<int>(exclusive_scan<Threads / 32>(sum));
+    if (left > 0 && left <= static_cast<int>(sum)) {  // one thread
+#pragma unroll
+      for (int j = kPer - 1; j >= 0; --j) {
+        const int here = static_cast<int>(counts[j]);
+        if (left > 0 && left <= here) found = {first + j, left, here};
+        left -= here;
+      }
+    }
+    __syncthreads();  // `found` is written, the bins have been read
+    return found;
+  }
+};
+
+}  // namespace sparse_indexer
