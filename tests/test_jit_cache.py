@@ -11,7 +11,7 @@ import pytest
 from jit_support import CSRC, FakeToolkit, scale_kernel, use_empty_cache, use_fake_toolkit
 
 from sparse_indexer.errors import JitError
-from sparse_indexer.jit import artifacts, cache, kernel
+from sparse_indexer.jit import artifacts, cache, kernel, places
 from sparse_indexer.jit.artifacts import device_artifact, host_artifact
 from sparse_indexer.jit.cache import Stored
 
@@ -32,9 +32,9 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(folder))
-    cache._warn_unwritable.cache_clear()
+    places._warn_unwritable.cache_clear()
     yield folder
-    cache._warn_unwritable.cache_clear()
+    places._warn_unwritable.cache_clear()
 
 
 def build(capability: tuple[int, int] = (9, 0), sources: Path = CSRC) -> Stored:
@@ -280,13 +280,13 @@ def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.delenv("SPARSE_INDEXER_CACHE_DIR")
-    assert cache.roots() == (home / ".cache/sparse_indexer", [])
+    assert places.roots() == (home / ".cache/sparse_indexer", [])
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
-    assert cache.roots() == (Path("/xdg/sparse_indexer"), [])
+    assert places.roots() == (Path("/xdg/sparse_indexer"), [])
     monkeypatch.setenv("SPARSE_INDEXER_CACHE_DIR", "~/a:/b::/c")
-    assert cache.roots() == (home / "a", [Path("/b"), Path("/c")])
+    assert places.roots() == (home / "a", [Path("/b"), Path("/c")])
     monkeypatch.setenv("SPARSE_INDEXER_CACHE_DIR", ":/b")
-    assert cache.roots() == (Path("/xdg/sparse_indexer"), [Path("/b")])
+    assert places.roots() == (Path("/xdg/sparse_indexer"), [Path("/b")])
 
 
 @pytest.fixture(params=["a file in the way", "a file system that takes no folders"])
@@ -315,6 +315,13 @@ def test_unwritable_root(
     assert str(private) in record.message
 
 
+def test_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SPARSE_INDEXER_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    assert path_of(build()).is_relative_to(places.temporary_root(make=False) or "")
+
+
 @pytest.mark.parametrize("kind", ["readable by all", "a link", "somebody else's"])
 def test_private_folder_is_not_trusted_blindly(
     unwritable: Path,
@@ -341,6 +348,11 @@ def test_private_folder_is_not_trusted_blindly(
     assert stored.data.startswith(b"compiled by")
     assert not list(tmp_path.glob("target/*"))
     assert not list(private.glob("*"))
+    toolkit.order("fail", "error: no luck")
+    with pytest.raises(JitError, match="no luck") as caught:  # and its log is kept
+        build((8, 0))
+    log = Path(str(caught.value).splitlines()[2].removeprefix("  log: "))
+    assert "error: no luck" in log.read_text()
 
 
 def test_disk_that_fills_up(
@@ -363,7 +375,7 @@ def test_lost_race_uses_its_own_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def publish_second(*arguments: object, **keywords: object) -> Stored:
         place, entry, data, meta = arguments
-        with cache.workspace() as other:
+        with places.workspace() as other:
             original(other, entry, b"the winner's", meta, replace=False)
         return original(place, entry, data, meta, replace=False)
 

@@ -3,9 +3,12 @@
 
 import re
 import struct
+import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from jit_support import (
     NVCC,
     NVRTC,
@@ -18,8 +21,9 @@ from jit_support import (
     use_empty_cache,
 )
 
+from sparse_indexer import jit
 from sparse_indexer.errors import JitError
-from sparse_indexer.jit import Kernel, compilers
+from sparse_indexer.jit import Kernel, compilers, load
 from sparse_indexer.jit.artifacts import device_artifact, host_artifact
 from sparse_indexer.jit.kernel import all_kernels
 
@@ -79,6 +83,29 @@ def test_nvcc(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> N
     check_cubin(stored.data, TARGETS[capability])
     assert set(stored.meta["resources"]) == set(VARIANTS)
     assert stored.meta["built_by"].startswith("nvcc ")
+
+
+@needs_nvrtc
+@needs_gxx
+def test_example_of_the_guide(tmp_path: Path) -> None:
+    """The four files in the docstring of `sparse_indexer.jit` are an op."""
+    guide = jit.__doc__ or ""
+    names = re.findall(r"^`(\w+/double_rows\.\w+)`: ", guide, flags=re.MULTILINE)
+    assert len(names) == 4
+    for name in names:
+        text = guide.split(f"\n`{name}`: ")[1].split("\n\n    ", 1)[1]
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(textwrap.dedent("    " + re.split(r"\n\n(?! )", text)[0]) + "\n")
+    op: dict[str, Any] = {"torch": torch, "load": load}
+    op["Kernel"] = lambda name, variants: Kernel(name, variants, root=tmp_path)
+    exec((tmp_path / "ops/double_rows.py").read_text(), op)
+    assert device_artifact(op["KERNEL"], (9, 0)).fresh
+    x = torch.zeros(2, 3)
+    with pytest.raises(
+        ValueError, match=r"x: expected \[rows, columns\] float32 on cuda, got \[2,"
+    ):
+        op["double_rows"](x, times=2, out=x)
 
 
 @pytest.mark.parametrize("kernel", all_kernels().values(), ids=list(all_kernels()))
@@ -168,6 +195,17 @@ def test_error_in_a_kernel(
     text = path.read_text()
     assert 'identifier "nowhere" is undefined' in text
     assert "SPARSE_INDEXER_ENTRY(odd, Odd<1, 2>)" in text
+
+
+@both
+def test_shared_functions_and_generic_lambdas(
+    compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPARSE_INDEXER_COMPILER", compiler)
+    shared = "constexpr int twice(int x) { return 2 * x; }\n"
+    body = "auto set = [&](auto value) { p.x[twice(A + threadIdx.x)] = value; }; set(1); set(2.0f);"
+    kernel = write_kernel(tmp_path, shared + ODD.replace("BODY", body))
+    assert device_artifact(kernel, (8, 0)).fresh
 
 
 @both

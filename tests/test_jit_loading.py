@@ -152,3 +152,15 @@ def test_module_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.Monkey
     stored = Stored(b"no shared library", broken, {}, False)
     with pytest.raises(JitError, match=r"cannot load the host entry of scale: .*(invalid|short)"):
         loading._open(scale_kernel(), stored)
+
+
+def test_module_built_for_a_newer_libstdcpp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> None:
+        raise RuntimeError("libstdc++.so.6: version `GLIBCXX_3.4.32' not found")
+
+    use_empty_cache(tmp_path, monkeypatch)
+    monkeypatch.setattr("tvm_ffi.load_module", refuse)
+    with pytest.raises(JitError, match=r"hint: the C.. compiler is newer than the libstdc"):
+        loading._open(scale_kernel(), Stored(b"module", None, {}, False))

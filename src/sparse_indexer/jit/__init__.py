@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels compiled at their first call: four files an op, and how to write them.
 
-`kernels/double_rows.h`: what host and device share, in C++17 without CUDA types.
+`kernels/double_rows.h`: what host and device share, in C++17 without CUDA types. Functions that
+both call are `constexpr`.
 
     #include "sparse_indexer/cstdint.h"
     struct DoubleRowsParams {
@@ -64,9 +65,9 @@ neither the host's headers nor <cuda_runtime.h>.
 Good to know:
 
 - The stream is torch's current one for the device of the first CUDA tensor of the call. A launch
-  with a zero in its grid is none. `on_device(device)` has `capability` and `sm_count`. Dynamic
-  shared memory may be as large as the device has, without further ado. `Launch(...).pdl()` and
-  `.cluster(2)` are for capability 9.0 and up; pdl is ignored below.
+  with a zero in its grid is none. `on_device(device)` has `capability`, `sm_count` and the like.
+  Dynamic shared memory may be as large as the device has, without further ado. `Launch(...).pdl()`
+  and `.cluster(2)` are for capability 9.0 and up; pdl is ignored below.
 - Tensors come as DLPack; None is `tvm::ffi::Optional<TensorView>`, a list of ints
   `tvm::ffi::Array<int64_t>`. Pass float8 tensors as `x.view(torch.uint8)`: not every torch that is
   supported can name them in DLPack.

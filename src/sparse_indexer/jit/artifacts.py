@@ -23,6 +23,7 @@ from sparse_indexer.jit.compilers import find_device_compiler, find_host_compile
 from sparse_indexer.jit.fingerprint import digest
 from sparse_indexer.jit.kernel import SOURCES, Kernel
 from sparse_indexer.jit.lock import lock
+from sparse_indexer.jit.places import SCHEMA, roots, workspace
 from sparse_indexer.jit.resources import parse_resources, parse_warnings
 from sparse_indexer.jit.targets import target_of
 
@@ -47,12 +48,12 @@ def device_artifact(
     if target is None:
         target = target_of(capability, compiler.version if compiler else (12, 9))
     source = digest(
-        *(cache.SCHEMA, target, kernel.unit, *build.device_flags()),
+        *(SCHEMA, target, kernel.unit, *build.device_flags()),
         *_contents(kernel, (".h", ".cuh")),
     )
     entry = Entry(target, kernel.name, "kernel.cubin", source, compiler and compiler.identity)
 
-    def make(staging: Path, log: Path) -> Built:
+    def make(staging: Path, log: Path | None) -> Built:
         if compiler is None:
             title = f"{kernel.name} for {target}: there is no device compiler"
             raise build.missing(title, search.places, hints.NO_DEVICE_COMPILER)
@@ -71,13 +72,13 @@ def host_artifact(kernel: Kernel) -> Stored:
 
     compiler, machine = find_host_compiler(), platform.machine()
     source = digest(
-        *(cache.SCHEMA, machine, tvm_ffi.__version__, *build.HOST_FLAGS),
+        *(SCHEMA, machine, tvm_ffi.__version__, *build.HOST_FLAGS),
         *_contents(kernel, (".h",)),
         kernel.host_source.read_text(),
     )
     entry = Entry(machine, kernel.name, "host.so", source, compiler and compiler.identity)
 
-    def make(staging: Path, log: Path) -> Built:
+    def make(staging: Path, log: Path | None) -> Built:
         if compiler is None:
             title = f"the host entry of {kernel.name}: there is no C++ compiler"
             places = (f"tried {os.environ.get('CXX') or 'g++'} on the PATH",)
@@ -87,7 +88,7 @@ def host_artifact(kernel: Kernel) -> Stored:
     return _fetch(entry, make, " ".join(compiler.command) if compiler else "")
 
 
-def _fetch(entry: Entry, make: Callable[[Path, Path], Built], compiler: str) -> Stored:
+def _fetch(entry: Entry, make: Callable[[Path, Path | None], Built], compiler: str) -> Stored:
     """The entry from the cache; else built and kept, as `SPARSE_INDEXER_JIT` allows."""
     mode = os.environ.get("SPARSE_INDEXER_JIT") or "auto"
     if mode not in _MODES:
@@ -99,15 +100,16 @@ def _fetch(entry: Entry, make: Callable[[Path, Path], Built], compiler: str) -> 
     if mode == "cached":
         raise _not_cached(entry)
     what = f"{entry.kernel} for {entry.target}"
-    with cache.workspace() as place:
-        base = (place.root or place.staging) / cache.SCHEMA
+    with workspace() as place:
+        base = (place.root or place.staging) / SCHEMA
         name = f"{entry.kernel}-{entry.target}-{entry.source[:12]}"
         with lock(base / "locks" / f"{name}.lock", what):
             stored = None if rebuild else cache.find(entry)
             if stored:
                 return stored
             start = time.perf_counter()
-            built = make(place.staging, base / "logs" / f"{name}.log")
+            log = base / "logs" / f"{name}.log" if place.root else None
+            built = make(place.staging, log)
             seconds = round(time.perf_counter() - start, 3)
             _log.info("built %s in %.2f s", what, seconds)
             meta = {
@@ -121,7 +123,7 @@ def _fetch(entry: Entry, make: Callable[[Path, Path], Built], compiler: str) -> 
 
 
 def _not_cached(entry: Entry) -> JitError:
-    writable, read_only = cache.roots()
+    writable, read_only = roots()
     places = ", ".join(map(str, (writable, *read_only)))
     return JitError(
         f"{entry.kernel} for {entry.target} is not in the cache, and SPARSE_INDEXER_JIT=cached\n"

@@ -19,8 +19,10 @@ from sparse_indexer.jit.hints import first_error, hint_for
 from sparse_indexer.jit.kernel import Kernel
 from sparse_indexer.jit.resources import FLAG
 
-DEVICE_FLAGS = ("-std=c++17", FLAG)
-"""Neither -use_fast_math nor any part of it: kernels agree with the oracle to the bit."""
+# Neither -use_fast_math nor any part of it: kernels agree with the oracle to the bit.
+_COMMON_FLAGS = ("-std=c++17", FLAG)
+# So that both take a constexpr function that host and device share, and NVRTC 12 a generic lambda.
+_OWN_FLAGS = {"nvrtc": ("-default-device",), "nvcc": ("--expt-relaxed-constexpr",)}
 
 # Hidden, because a module's table of kernels is its own.
 HOST_FLAGS = ("-std=c++17", "-O2", "-shared", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique")
@@ -33,26 +35,32 @@ class Built(NamedTuple):
     output: str  # what it printed
 
 
-def device_flags() -> tuple[str, ...]:
-    """The flags of both device compilers that decide what comes out."""
+def device_flags(*compilers: str) -> tuple[str, ...]:
+    """The flags of these device compilers that decide what comes out; of both if none is named."""
     lines = ("-lineinfo",) if os.environ.get("SPARSE_INDEXER_LINEINFO") == "1" else ()
-    return DEVICE_FLAGS + lines
+    own = (flag for name in compilers or _OWN_FLAGS for flag in _OWN_FLAGS[name])
+    return (*_COMMON_FLAGS, *own, *lines)
 
 
 def compile_device(
-    kernel: Kernel, target: str, compiler: DeviceCompiler, staging: Path, log: Path
+    kernel: Kernel, target: str, compiler: DeviceCompiler, staging: Path, log: Path | None
 ) -> Built:
     """The cubin of all variants of `kernel` for `target`.
 
     Args:
         staging: a folder of our own, for the files of nvcc.
-        log: where the compiler's whole output goes if it fails.
+        log: where the compiler's whole output goes if it fails; `None` is a file in the temporary
+            directory.
 
     Raises:
         JitError: the compiler failed, or wrote nothing.
     """
     folders = (*kernel.include_dirs, *compiler.include_dirs)
-    flags = (*device_flags(), f"-arch={target}", *(f"-I{folder}" for folder in folders))
+    flags = (
+        *device_flags(compiler.name),
+        f"-arch={target}",
+        *(f"-I{folder}" for folder in folders),
+    )
     unit, out = staging / f"{kernel.name}.cu", staging / "nvcc.cubin"
     if compiler.name == "nvrtc":
         command: tuple[str, ...] = ("nvrtc", *flags, unit.name)
@@ -68,7 +76,7 @@ def compile_device(
     return built
 
 
-def compile_host(kernel: Kernel, compiler: HostCompiler, staging: Path, log: Path) -> Built:
+def compile_host(kernel: Kernel, compiler: HostCompiler, staging: Path, log: Path | None) -> Built:
     """The module of the host entry of `kernel`: a shared library.
 
     Raises:
@@ -125,21 +133,33 @@ def _run(command: tuple[str, ...], out: Path) -> Built:
 
 
 def failure(
-    title: str, output: str, command: tuple[str, ...], log: Path, hint: str | None, unit: str = ""
+    title: str,
+    output: str,
+    command: tuple[str, ...],
+    log: Path | None,
+    hint: str | None,
+    unit: str = "",
 ) -> JitError:
     """The one form of a failed build; keeps the compiler's whole output in `log`."""
     line = shlex.join(command)
-    try:
-        log.parent.mkdir(parents=True, exist_ok=True)
-        log.write_text(f"{line}\n\n{output}\n{unit and chr(10) + unit}")
-    except OSError:
-        with tempfile.NamedTemporaryFile(
-            "w", prefix="sparse_indexer-", suffix=".log", delete=False
-        ) as file:
-            file.write(f"{line}\n\n{output}\n{unit}")
-        log = Path(file.name)
-    lines = [f"cannot build {title}: {first_error(output)}", f"  command: {line}", f"  log: {log}"]
+    path = _keep(f"{line}\n\n{output}\n\n{unit}", log)
+    lines = [f"cannot build {title}: {first_error(output)}", f"  command: {line}", f"  log: {path}"]
     return JitError("\n".join(lines + ([f"  hint: {hint}"] if hint else [])))
+
+
+def _keep(text: str, log: Path | None) -> Path:
+    if log:
+        try:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            log.write_text(text)
+            return log
+        except OSError:
+            pass
+    with tempfile.NamedTemporaryFile(
+        "w", prefix="sparse_indexer-", suffix=".log", delete=False
+    ) as file:
+        file.write(text)
+    return Path(file.name)
 
 
 def missing(title: str, places: tuple[str, ...], hint: str) -> JitError:

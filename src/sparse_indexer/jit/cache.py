@@ -4,10 +4,8 @@
     <root>/v1/<target>/<kernel>/<source>-<compiler>/{kernel.cubin | host.so, meta.json}
 
 `source` and `compiler` are hashes of contents; meta.json holds size and sha256 of the file beside
-it, and an entry that does not match its meta is no entry. Roots are searched in order: the writable
-one, the read-only ones, and a folder of this user in the temporary directory, which is also where
-things go if the writable root is not writable. Reading takes no lock. An entry is written in a
-staging folder and renamed to its name, so a builder may be killed at any point.
+it, and an entry that does not match its meta is no entry. Reading takes no lock. An entry is
+written in a staging folder and renamed to its name, so a builder may be killed at any point.
 """
 
 from __future__ import annotations
@@ -17,22 +15,22 @@ import json
 import logging
 import os
 import shutil
-import stat
-import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from sparse_indexer.jit.places import (
+    SCHEMA,
+    STAGING,
+    Workspace,
+    all_roots,
+    roots,
+    temporary_root,
+)
+
 _log = logging.getLogger("sparse_indexer")
 
-SCHEMA = "v1"
 META = "meta.json"
 FILES = ("kernel.cubin", "host.so")
-_STAGING = "staging"
-_STALE = 86400.0  # seconds after which a staging folder belongs to nobody
 
 
 class Entry(NamedTuple):
@@ -58,40 +56,15 @@ class Stored(NamedTuple):
     fresh: bool  # made now, by this process
 
 
-class Workspace(NamedTuple):
-    """Where an entry is made."""
-
-    root: Path | None  # None: no root is writable, so the entry will not be kept
-    staging: Path  # a folder of our own, on the file system of the root
-
-
-def roots() -> tuple[Path, list[Path]]:
-    """(the writable root, the read-only ones) that `SPARSE_INDEXER_CACHE_DIR` or XDG name."""
-    first, *rest = os.environ.get("SPARSE_INDEXER_CACHE_DIR", "").split(os.pathsep)
-    if not first:
-        base = os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")
-        first = os.path.join(base, "sparse_indexer")
-    return _absolute(first), [_absolute(root) for root in rest if root]
-
-
-def usable_root() -> Path | None:
-    """The root that new entries go to; `None` if none is writable."""
-    with workspace() as place:
-        return place.root
-
-
 def entries(root: Path) -> list[Path]:
     """The compiled files below a root, `.../<target>/<kernel>/<key>/<file>`."""
     found = (root / SCHEMA).glob("*/*/*/*")
-    return sorted(p for p in found if p.name in FILES and p.parents[2].name != _STAGING)
+    return sorted(p for p in found if p.name in FILES and p.parents[2].name != STAGING)
 
 
 def find(entry: Entry) -> Stored | None:
     """The entry, read and checked; `None` if no root has it."""
-    writable, read_only = roots()
-    places = [writable, *read_only]
-    temporary = None if os.access(writable, os.W_OK) else _temporary_root(make=False)
-    for root in places if temporary is None else [*places, temporary]:
+    for root in all_roots():
         folders = [entry.folder(root)]
         if entry.compiler is None:
             folders = sorted(folders[0].parent.glob(f"{entry.source}-*"))
@@ -112,31 +85,6 @@ def read(folder: Path, name: str) -> Stored | None:
     except (OSError, ValueError, LookupError, TypeError):
         pass
     return None
-
-
-@contextmanager
-def workspace() -> Iterator[Workspace]:
-    """A staging folder in the first root that takes one; gone afterwards."""
-    for root in (roots()[0], None):
-        if root is None:
-            _warn_unwritable(str(roots()[0]))
-            root = _temporary_root(make=True)
-        if root is None:
-            break
-        parent = root / SCHEMA / _STAGING
-        try:
-            parent.mkdir(parents=True, exist_ok=True)
-            staging = Path(tempfile.mkdtemp(dir=parent))
-        except OSError:
-            continue
-        _sweep(parent)
-        try:
-            yield Workspace(root, staging)
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
-        return
-    with tempfile.TemporaryDirectory(prefix="sparse_indexer-") as folder:
-        yield Workspace(None, Path(folder))
 
 
 def publish(
@@ -174,46 +122,11 @@ def publish(
 
 def clear() -> list[Path]:
     """Remove everything from the writable root and the temporary one; the roots that had any."""
-    found = (roots()[0], _temporary_root(make=False))
+    found = (roots()[0], temporary_root(make=False))
     folders = [root / SCHEMA for root in found if root and (root / SCHEMA).exists()]
     for folder in folders:
         shutil.rmtree(folder)
     return [folder.parent for folder in folders]
-
-
-def _absolute(root: str) -> Path:
-    return Path(os.path.abspath(os.path.expanduser(root)))
-
-
-def _temporary_root(*, make: bool) -> Path | None:
-    """This user's root in the temporary directory; `None` if it is absent or somebody else's."""
-    root = Path(tempfile.gettempdir()) / f"sparse_indexer-{os.getuid()}"
-    try:
-        if make:
-            root.mkdir(mode=0o700, exist_ok=True)
-        status = root.lstat()
-    except OSError:
-        return None
-    private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
-    return root if private and status.st_uid == os.getuid() else None
-
-
-@cache
-def _warn_unwritable(root: str) -> None:
-    where = _temporary_root(make=True) or "nothing: every process compiles anew"
-    _log.warning(
-        "the cache folder %s is not writable (SPARSE_INDEXER_CACHE_DIR), using %s", root, where
-    )
-
-
-def _sweep(parent: Path) -> None:
-    """Remove what killed builders left."""
-    for folder in parent.iterdir():
-        try:
-            if time.time() - folder.stat().st_mtime > _STALE:
-                shutil.rmtree(folder, ignore_errors=True)
-        except OSError:
-            continue
 
 
 def _write(path: Path, data: bytes) -> None:

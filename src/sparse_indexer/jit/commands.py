@@ -17,6 +17,7 @@ from sparse_indexer.jit.artifacts import device_artifact, host_artifact
 from sparse_indexer.jit.compilers import find_device_compiler
 from sparse_indexer.jit.kernel import Kernel, all_kernels
 from sparse_indexer.jit.parallel import max_jobs
+from sparse_indexer.jit.places import roots
 from sparse_indexer.jit.resources import Resources
 from sparse_indexer.jit.targets import parse_arch
 
@@ -94,7 +95,8 @@ def compile_command(
         if name not in known:
             raise mismatch("kernels", f"some of {', '.join(known)}", repr(name))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    shown = console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=not shown) as progress:
         bar = progress.add_task("compiling")
         outcomes = compile_kernels(
             archs,
@@ -142,7 +144,7 @@ def cache_command(console: Console, *, clear: bool) -> int:
         for root in cache.clear():
             console.print(f"cleared {root}", markup=False, soft_wrap=True)
         return 0
-    writable, read_only = cache.roots()
+    writable, read_only = roots()
     for root in (writable, *read_only):
         files = cache.entries(root)
         size = sum(p.stat().st_size for p in files)

@@ -8,10 +8,11 @@ import os
 import shutil
 import subprocess
 
-from sparse_indexer.jit import cache, hints
+from sparse_indexer.jit import hints
 from sparse_indexer.jit.compilers import Search, find_host_compiler, find_nvcc, find_nvrtc
 from sparse_indexer.jit.driver import driver_version
 from sparse_indexer.jit.parallel import max_jobs
+from sparse_indexer.jit.places import roots, usable_root
 
 
 def report() -> list[tuple[str, str]]:
@@ -21,8 +22,8 @@ def report() -> list[tuple[str, str]]:
     if not any(search.found for search in device.values()):
         lines.append(("fix", hints.NO_DEVICE_COMPILER))
     lines += _host_lines()
-    writable, read_only = cache.roots()
-    usable = cache.usable_root()
+    writable, read_only = roots()
+    usable = usable_root()
     state = "" if usable == writable else f", not writable: {usable or 'nothing'} instead"
     lines.append(("cache", f"{writable}{state}"))
     lines += [("cache", f"{root}, read-only") for root in read_only]

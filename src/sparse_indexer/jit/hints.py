@@ -11,6 +11,11 @@ NO_DEVICE_COMPILER = (
 )
 NO_HOST_COMPILER = "apt-get install g++ (dnf install gcc-c++), or set CXX to a C++17 compiler"
 
+NEWER_CPP_LIBRARY = (
+    "the C++ compiler is newer than the libstdc++ that this Python has loaded: set CXX to an older "
+    "one, or to that of the same environment (conda install gxx)"
+)
+
 
 def first_error(output: str) -> str:
     """The line of a compiler's output that says what is wrong."""

@@ -13,10 +13,12 @@ import torch
 
 from sparse_indexer.errors import JitError, mismatch
 from sparse_indexer.jit.artifacts import device_artifact, host_artifact
-from sparse_indexer.jit.cache import Stored, workspace
+from sparse_indexer.jit.cache import Stored
 from sparse_indexer.jit.driver import driver_version
+from sparse_indexer.jit.hints import NEWER_CPP_LIBRARY
 from sparse_indexer.jit.kernel import Kernel, all_kernels
 from sparse_indexer.jit.parallel import max_jobs
+from sparse_indexer.jit.places import workspace
 
 if TYPE_CHECKING:
     import tvm_ffi
@@ -132,4 +134,6 @@ def _open(kernel: Kernel, stored: Stored) -> tvm_ffi.Module:
         try:
             return tvm_ffi.load_module(path)
         except (RuntimeError, OSError) as error:
-            raise JitError(f"cannot load the host entry of {kernel.name}: {error}") from error
+            hint = f"\n  hint: {NEWER_CPP_LIBRARY}" if "GLIBCXX" in str(error) else ""
+            title = f"cannot load the host entry of {kernel.name}"
+            raise JitError(f"{title}: {error}{hint}") from error
