@@ -43,7 +43,12 @@ def user_file(tmp_path: Path) -> Path:
 
 def test_help_names_the_commands() -> None:
     text = invoke("--help")
-    assert re.findall(r"^  (\w+)  ", text, flags=re.MULTILINE) == ["demo", "doctor"]
+    assert re.findall(r"^  (\w+)  ", text, flags=re.MULTILINE) == [
+        "demo",
+        "doctor",
+        "compile",
+        "cache",
+    ]
 
 
 def test_demo_help_is_the_format_of_a_trace() -> None:
@@ -200,6 +205,27 @@ def test_doctor_knows_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "cuda:0: Some GPU, compute capability 7.5, 11.8 GB\n" in text
     assert re.search(r"^ cuda:0 +sm90 +9\.0 +is for compute capability 9\.0, cuda:0", text, re.M)
     assert re.search(r"^ cuda:0 +mask .* usable", text, re.M)
+
+
+def test_doctor_tells_of_compilers_and_cache(tmp_path: Path) -> None:
+    text = invoke("doctor", SPARSE_INDEXER_CACHE_DIR=str(tmp_path))
+    for subject in ("NVRTC", "nvcc", "g\\+\\+", "tvm-ffi", "cache", "driver"):
+        assert re.search(rf"^ {subject} +\S", text, re.M), subject
+    assert str(tmp_path) in text
+
+
+def test_compile_and_cache(tmp_path: Path) -> None:
+    pytest.importorskip("cupy.cuda.nvrtc", reason="needs NVRTC, extra cuda12 or cuda13")
+    options = ("compile", "--arch", "9.0", "--kernels", "candidate_table")
+    text = invoke(*options, SPARSE_INDEXER_CACHE_DIR=str(tmp_path))
+    assert re.search(r"candidate_table +sm_90a", text)
+    text = invoke("cache", SPARSE_INDEXER_CACHE_DIR=str(tmp_path))
+    assert "candidate_table" in text
+    assert list(tmp_path.rglob("kernel.cubin"))
+    invoke("cache", "--clear", SPARSE_INDEXER_CACHE_DIR=str(tmp_path))
+    assert not list(tmp_path.rglob("kernel.cubin"))
+    text = invoke("compile", "--arch", "6.1", code=1)
+    assert text.startswith("error: arch: expected ")
 
 
 def test_demo_is_quick_as_a_program() -> None:

@@ -4,6 +4,7 @@
 import statistics
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -113,7 +114,9 @@ def test_side_stream(entries: Any) -> None:
 
 def test_no_synchronization(entries: Any) -> None:
     x, factor, out = tensors()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it warns that it is a prototype
+        torch.cuda.set_sync_debug_mode("error")
     try:
         entries.scale(x, factor, 1, False, out)
     finally:

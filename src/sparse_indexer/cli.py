@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `demo` and `doctor`."""
+"""The command line: `demo`, `doctor`, `compile` and `cache`."""
 
 from __future__ import annotations
 
@@ -86,13 +86,14 @@ def demo(
 
 @app.command()
 def doctor() -> None:
-    """Show which backends run here and what the others need."""
+    """Show which backends and compilers work here and what the others need."""
     import torch
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     from sparse_indexer import __version__
     from sparse_indexer.factory import BACKENDS, why_not
+    from sparse_indexer.jit.doctor import report
     from sparse_indexer.report import bytes_text
 
     console, cuda = _console(), torch.version.cuda
@@ -116,6 +117,38 @@ def doctor() -> None:
             table.add_row(str(device), name, capabilities, reason or usable, style=style)
         table.add_section()
     console.print(table)
+    tools = Table("for kernels", "found", box=SIMPLE_HEAD, pad_edge=False)
+    for subject, finding in report():
+        tools.add_row(subject, finding)
+    console.print(tools)
+
+
+@app.command("compile")
+def compile_(
+    archs: Annotated[str, typer.Option("--arch", help="Such as 7.0,8.0,9.0a,12.0f.")],
+    kernels: Annotated[str | None, typer.Option(help="Some of them; default: all.")] = None,
+    jobs: Annotated[int | None, typer.Option("--jobs", "-j", help="Compilers at once.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A cache to ship, instead of your own.")
+    ] = None,
+) -> None:
+    """Compile the kernels now, for GPUs that need not be here."""
+    with _clean_errors():
+        from sparse_indexer.jit.commands import compile_command
+
+        status = compile_command(_console(), archs, kernels, jobs, out)
+    raise typer.Exit(status)
+
+
+@app.command()
+def cache(
+    clear: Annotated[bool, typer.Option("--clear", help="Remove what was compiled.")] = False,
+) -> None:
+    """Show what was compiled, and where it is."""
+    with _clean_errors():
+        from sparse_indexer.jit.commands import cache_command
+
+        cache_command(_console(), clear=clear)
 
 
 @contextmanager
@@ -140,13 +173,15 @@ def _progress(console: Console) -> Iterator[OnProgress]:
 
 @contextmanager
 def _clean_errors() -> Iterator[None]:
-    """A caller's mistake, or what is missing here, is one red line and exit code 1."""
-    from sparse_indexer.errors import BackendUnavailable
+    """A caller's mistake, or what is missing here, is said in red, and exit code 1."""
+    from sparse_indexer.errors import BackendUnavailable, JitError
 
     try:
         yield
-    except (ValueError, OSError, ImportError, BackendUnavailable) as error:
-        message = " ".join(f"error: {error}".split())
+    except (ValueError, OSError, ImportError, BackendUnavailable, JitError) as error:
+        message = f"error: {error}"  # of several lines only if a compiler had its say
+        if not isinstance(error, JitError):
+            message = " ".join(message.split())
         _console(stderr=True).print(message, style="red", markup=False, soft_wrap=True)
         raise typer.Exit(1) from None
 
