@@ -155,10 +155,16 @@ def host_overhead() -> dict[str, float]:
     x, y = torch.randn(2, 64, 64, device=CUDA)
     keys, lens = torch.randn(64, 64, device=CUDA), int32(64, 64)
     out, tops = torch.empty(64, 8, device=CUDA), torch.empty(64, 8, dtype=torch.int32, device=CUDA)
+    pool = IndexKPool.empty(1, 64, "fp8", device=CUDA)
+    table, one, zero = int32(1, 0)[None], int32(1, 64), int32(1, 0)
+    values, scales = torch.empty(64, 128, dtype=torch.uint8, device=CUDA), out[:, 0].contiguous()
     calls = {
         "torch.mul(x, 2, out=y)": lambda i: torch.mul(x, 2, out=y),
         "block_keys": lambda i: block_keys(keys, lens, out=out),
         "topk": lambda i: topk(keys, lens, out=tops),
+        "index_k": lambda i: index_k(
+            pool, table, lens=one, max_len=64, out_starts=zero, out_values=values, out_scales=scales
+        ),
         "candidate_table": lambda i: candidate_table(tops, lens, out_blocks=tops, out_lens=lens),
     }
     return dict(zip(calls, host_medians(list(calls.values())), strict=True))

@@ -6,7 +6,6 @@
 
 using namespace sparse_indexer;
 using tvm::ffi::Optional;
-using tvm::ffi::String;
 
 namespace {
 
@@ -15,18 +14,21 @@ struct Format {
   int value_bytes;
   int scale_bytes;
   DLDataType pages;
+  const char* to_fp8;  // the variant that converts it, or null: it would lose bits
+  const char* to_fp16;
+  const char* to_bf16;
 };
 
-constexpr Format kFormats[] = {{"fp4", 64, 4, uint8},
-                               {"fp8", 128, 4, uint8},
-                               {"fp16", 256, 0, float16},
-                               {"bf16", 256, 0, bfloat16}};
+constexpr Format kFormats[] = {
+    {"fp4", 64, 4, uint8, "index_k_fp4_fp8", "index_k_fp4_fp16", "index_k_fp4_bf16"},
+    {"fp8", 128, 4, uint8, "index_k_fp8_fp8", "index_k_fp8_fp16", "index_k_fp8_bf16"},
+    {"fp16", 256, 0, float16, nullptr, "index_k_fp16_fp16", nullptr},
+    {"bf16", 256, 0, bfloat16, nullptr, "index_k_bf16_fp16", "index_k_bf16_bf16"},
+};
 
-const Format& format_of(const String& name) {
-  for (const Format& format : kFormats) {
-    if (name == format.name) return format;
-  }
-  bad_argument("format", "'fp4', 'fp8', 'fp16' or 'bf16'", std::string(name));
+// By its place in that table: a number costs a call less than a string.
+const Format& format_of(int64_t number) {
+  return kFormats[expect_int("format", number, 0, 3)];
 }
 
 struct Work {
@@ -65,15 +67,19 @@ void convert(IndexKParams& params, const Format& from, const Work& work, Size& r
   params.vectors = reinterpret_cast<uintptr_t>(params.values) % 16 == 0 &&
                    params.page_stride % 16 == 0 && params.value_step % 16 == 0;
   const DLDataType to = work.out_values.dtype();
-  const std::string target = same(to, uint8) ? "fp8" : same(to, float16) ? "fp16" : "bf16";
-  const std::string symbol = std::string("index_k_") + from.name + "_" + target;
-  const bool fits =
-      target == "fp8" ? from.scale_bytes != 0 : target == "fp16" || from.pages.code != kDLFloat;
-  if (!fits) bad_argument("out_values", std::string("a dtype that holds ") + from.name, target);
+  const char* symbol = same(to, uint8)     ? from.to_fp8
+                       : same(to, float16) ? from.to_fp16
+                                           : from.to_bf16;
+  if (symbol == nullptr) {
+    bad_argument("out_values", std::string("a dtype that holds ") + from.name,
+                 same(to, uint8)     ? "fp8"
+                 : same(to, float16) ? "fp16"
+                                     : "bf16");
+  }
   Launch(symbol, device).grid(requests * params.parts).block(index_k_config::kThreads).run(params);
 }
 
-void index_k_paged(TensorView pages, String format, bool interleaved, int64_t page_size,
+void index_k_paged(TensorView pages, int64_t format, bool interleaved, int64_t page_size,
                    TensorView page_table, TensorView lens, TensorView out_starts, int64_t max_len,
                    TensorView out_values, TensorView out_scales) {
   const Format& from = format_of(format);
@@ -111,7 +117,7 @@ void index_k_paged(TensorView pages, String format, bool interleaved, int64_t pa
   convert(params, from, {lens, out_starts, max_len, out_values, out_scales}, requests, device);
 }
 
-void index_k_flat(TensorView values, Optional<TensorView> scales, String format,
+void index_k_flat(TensorView values, Optional<TensorView> scales, int64_t format,
                   TensorView key_starts, TensorView lens, TensorView out_starts, int64_t max_len,
                   TensorView out_values, TensorView out_scales) {
   const Format& from = format_of(format);
@@ -136,7 +142,7 @@ void index_k_flat(TensorView values, Optional<TensorView> scales, String format,
   if (scales.has_value()) {
     Match("scales")
         .shape({columns})
-        .dtype(from.name[2] == '4' ? int32 : float32)
+        .dtype(from.value_bytes == 64 ? int32 : float32)
         .on(device)
         .contiguous()
         .check(*scales);

@@ -16,6 +16,8 @@ _CONVERSIONS = {
     "bf16": ("fp16", "bf16"),
 }
 
+_NUMBERS = {name: number for number, name in enumerate(_NAMES)}  # as in host/index_k.cc
+
 KERNEL = Kernel(
     "index_k",
     {
@@ -53,17 +55,19 @@ def index_k(
         lens: `[requests]` int32: positions to convert.
         max_len: at least the largest of `lens`; sizes the grid.
         out_starts: `[requests]` int32: row of the outputs where a request begins.
-        out_values: `[out rows, 128]` float8_e4m3fn (of fp8 and fp4), float16 (of any) or bfloat16
-            (of all but fp16).
+        out_values: `[out rows, 128]` float8_e4m3fn or, sooner done, its codes as uint8 (of fp8 and
+            fp4), float16 (of any) or bfloat16 (of all but fp16).
         out_scales: `[out rows]` float32: 1 where the values need none.
     """
     module = load(KERNEL, lens.device)
-    values = out_values.view(torch.uint8) if out_values.itemsize == 1 else out_values
+    values = out_values
+    if values.dtype == torch.float8_e4m3fn:
+        values = values.view(torch.uint8)
     if isinstance(keys, IndexKPool):
         pages = keys.pages if keys.pages.ndim == 2 else keys.pages.flatten(1)
         module.index_k_paged(
             pages,
-            keys.format,
+            _NUMBERS[keys.format],
             keys.layout == "interleaved",
             keys.page_size,
             where,
@@ -78,7 +82,7 @@ def index_k(
         module.index_k_flat(
             stored.view(torch.uint8) if stored.itemsize == 1 else stored,
             keys.scales,
-            keys.format,
+            _NUMBERS[keys.format],
             where,
             lens,
             out_starts,
