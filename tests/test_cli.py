@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from jit_support import needs_nvrtc
 from test_demo import RECALL
 from test_trace import random_layer, saved
 from typer.testing import CliRunner
@@ -214,8 +215,8 @@ def test_doctor_tells_of_compilers_and_cache(tmp_path: Path) -> None:
     assert str(tmp_path) in text
 
 
+@needs_nvrtc
 def test_compile_and_cache(tmp_path: Path) -> None:
-    pytest.importorskip("cupy.cuda.nvrtc", reason="needs NVRTC, extra cuda12 or cuda13")
     options = ("compile", "--arch", "9.0", "--kernels", "candidate_table")
     text = invoke(*options, SPARSE_INDEXER_CACHE_DIR=str(tmp_path))
     assert re.search(r"candidate_table +sm_90a", text)
