@@ -70,13 +70,11 @@ def compile_kernels(
     wanted = list(dict.fromkeys(wanted))
     if not wanted:
         raise mismatch("arch", "compute capabilities like 8.0,9.0a,12.0f", repr(archs))
-    for capability, _ in wanted:
-        if not any(kernel.is_for(capability) for kernel in kernels):
-            got = f"{capability[0]}.{capability[1]}"
-            raise mismatch("arch", "compute capabilities that a kernel is for", got)
     if jobs is not None and jobs < 1:
         raise mismatch("jobs", "an int of at least 1", str(jobs))
     work = [_Job(k, cc, target) for k in kernels for cc, target in wanted if k.is_for(cc)]
+    if not work:
+        raise mismatch("arch", "compute capabilities that a kernel is for", repr(archs))
     work += [_Job(k, (0, 0), "host") for k in dict.fromkeys(job.kernel for job in work)]
     on_start(len(work))
     outcomes = []
