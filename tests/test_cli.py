@@ -114,7 +114,7 @@ def test_demo_runs_a_file_of_ones_own(user_file: Path) -> None:
     [
         (["--input", "none"], r"path: expected a safetensors file, got no file 'none'"),
         (["--input", __file__], r"path: expected a safetensors file, got '.*' \(.*\)"),
-        (["--topk", "0"], r"topk: expected an int of at least 1, got 0"),
+        (["--topk", "0"], r"topk: expected an int of 1 to 16384, got 0"),
         (["--device", "gpu"], r"device: expected a torch device, got 'gpu'"),
         (
             ["--device", "cpu", "--backend", "sm90"],
@@ -133,7 +133,7 @@ def test_demo_fails_in_one_line(arguments: list[str], message: str) -> None:
 
 def test_errors_are_red_on_a_terminal() -> None:
     text = invoke("demo", "--topk", "0", code=1, FORCE_COLOR="1", TERM="xterm-256color")
-    assert text.startswith("\x1b[31merror: topk: expected an int of at least 1, got 0\x1b[0m")
+    assert text.startswith("\x1b[31merror: topk: expected an int of 1 to 16384, got 0\x1b[0m")
     assert text.count("\n") == 1
 
 

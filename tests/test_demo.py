@@ -202,9 +202,9 @@ def test_rows_that_see_nothing(tmp_path: Path) -> None:
 
 def test_wrong_options() -> None:
     trace = load_trace()
-    with pytest.raises(ValueError, match=r"^topk: expected an int of at least 1, got 0$"):
+    with pytest.raises(ValueError, match=r"^topk: expected an int of 1 to 16384, got 0$"):
         run_demo(trace, topk=0)
-    with pytest.raises(ValueError, match=r"^topk_blocks: expected an int of at least 1, got 0$"):
+    with pytest.raises(ValueError, match=r"^topk_blocks: expected an int of 1 to 16384, got 0$"):
         run_demo(trace, topk_blocks=0, device="cpu")
     with pytest.raises(ValueError, match=r"^device: expected a torch device, got 'gpu'$"):
         run_demo(trace, device="gpu")

@@ -506,7 +506,7 @@ BAD_VALUES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "other counts": (
         {"request_of_row": ints(0, 1, 1)},
-        "rows_per_request: expected the counts of request_of_row, [1, 2], got [2, 1]",
+        "rows_per_request[0]: expected 1, the count in request_of_row, got 2",
     ),
     "seen beyond the context": (
         {"compressed_lens": ints(5, 6, 3)},
@@ -722,11 +722,11 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "requests of fewer rows": (
         {"request_of_row": [0, 0]},
-        "request_of_row: expected rows of each request as in rows_per_request, [2, 1], got [2, 0]",
+        "request_of_row: expected 1 rows of request 1, as in rows_per_request, got 0",
     ),
     "requests of other rows": (
         {"request_of_row": [0, 1, 1]},
-        "request_of_row: expected rows of each request as in rows_per_request, [2, 1], got [1, 2]",
+        "request_of_row: expected 2 rows of request 0, as in rows_per_request, got 1",
     ),
     "a negative request": (
         {"request_of_row": [0, -1, 1]},
@@ -738,7 +738,7 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a context shorter than seen": (
         {"context_lens": [9, 64]},
-        "context_lens: expected at least what the rows see, [10, 3], got [9, 64]",
+        "context_lens[0]: expected at least 10, what its rows see, got 9",
     ),
     "a negative context": (
         {"context_lens": [10, -1]},

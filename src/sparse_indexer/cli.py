@@ -66,7 +66,9 @@ def demo(
         if plot is not None:
             from sparse_indexer.plot import write_plot
 
-            if not plot.parent.is_dir():
+            if plot.suffix not in ("", ".png"):
+                raise mismatch("plot", "a .png file", str(plot))
+            if plot.is_dir() or not plot.parent.is_dir():
                 raise mismatch("plot", "a file in a folder that exists", str(plot))
         console, trace = _console(), load_trace(trace_file)
         with _progress(console) as on_progress:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import msgspec
 import torch
 
-from sparse_indexer.errors import expect_int
+from sparse_indexer.errors import expect_int, mismatch
 from sparse_indexer.factory import make_candidate_indexer
 from sparse_indexer.formats import INT32_MAX
 from sparse_indexer.inputs import (
@@ -28,6 +28,7 @@ PAGE_SIZE = 64
 CHUNK_ROWS = 128  # rows of a call, at most: progress is told between calls
 TAIL_ROWS = 32
 MEMORY_BUDGET = 32 << 20  # bytes of scratch: a mask tile of 128 rows x 1024 positions takes 17 MB
+_MOST = 16_384  # positions or blocks a row: they fit the budget, whatever the rest
 _LOGITS_BYTES = 64 << 20  # logits of selected positions are kept if the matrix is at most this
 
 OnProgress = Callable[[str, float], None]  # the step that runs, share of all steps done
@@ -117,12 +118,15 @@ def run_demo(
         ValueError: an option out of range.
         BackendUnavailable: the named backend cannot run on that device.
     """
-    expect_int("topk", topk, 1)
+    expect_int("topk", topk, 1, _MOST)
+    expect_int("topk_blocks", topk_blocks, 1, _MOST)
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     indexer = make_candidate_indexer(
         device, topk=topk, topk_blocks=topk_blocks, memory_budget=MEMORY_BUDGET, backend=backend
     )
+    if indexer.device.type not in ("cpu", "cuda"):
+        raise mismatch("device", "cpu or cuda", str(indexer.device))
     where, paged = indexer.device, _PagedTrace(trace, indexer.device)
     rows, reader = len(trace.positions), trace.consumer or trace.source
     parts = -(-rows // CHUNK_ROWS)

@@ -48,6 +48,7 @@ FORMATS: dict[str, FormatSpec] = {
 }
 
 
+@torch.no_grad()
 def quantize_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize rows of 128 to e4m3 with one fp32 scale a row, `x ~= values * scale`.
 
@@ -57,7 +58,8 @@ def quantize_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Returns:
         values: `[..., 128]` float8_e4m3fn, round to nearest even, at most 448 in magnitude.
         scales: `[...]` float32, `amax / 448`, at least 2^-126; 1 for an all-zero row, whose values
-            are exact zeros. A row that holds a NaN or an infinity becomes NaN as a whole.
+            are exact zeros. A row that holds a NaN, an infinity or what float32 does not hold
+            becomes NaN as a whole. No gradient is recorded.
 
     Raises:
         ValueError: `x` is not a float tensor of 128 columns.
@@ -85,6 +87,7 @@ def dequantize_fp8(
     return values.to(dtype) * scales.to(dtype)[..., None]
 
 
+@torch.no_grad()
 def quantize_fp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize rows of 128 to e2m1 with a power-of-two scale per 32 dims.
 
@@ -98,7 +101,7 @@ def quantize_fp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         values: `[..., 64]` uint8, two e2m1 codes a byte, low nibble = even element, round to
             nearest even.
         scales: `[...]` int32, four ue8m0 codes, byte g (little endian) = dims 32 g to 32 g + 31.
-            A group that holds a NaN or an infinity gets code 255 (NaN).
+            A group that holds a NaN or an infinity gets code 255 (NaN). No gradient is recorded.
 
     Raises:
         ValueError: `x` is not a float tensor of 128 columns.

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 import msgspec
 import torch
 
+from sparse_indexer.devices import resolve_device
 from sparse_indexer.errors import describe, expect_int, expect_tensor, mismatch
 from sparse_indexer.formats import (
     FLOATS,
@@ -91,7 +92,7 @@ class IndexKPool(msgspec.Struct, frozen=True, eq=False):
         expect_int("page_size", page_size, BLOCK_SIZE)
         dtype = torch.uint8 if spec.scale_bytes else spec.values_dtype
         elements = page_size * _position_bytes(spec) // dtype.itemsize
-        pages = torch.zeros(num_pages, elements, dtype=dtype, device=device)
+        pages = torch.zeros(num_pages, elements, dtype=dtype, device=resolve_device(device))
         return cls(pages, page_size, format, layout)
 
     @property
@@ -173,8 +174,11 @@ class FlatIndexK(msgspec.Struct, frozen=True, eq=False):
         return StoredKeys(self.values[slots], None if self.scales is None else self.scales[slots])
 
 
+@torch.no_grad()
 def flat_index_k(keys: torch.Tensor, format: KeyFormat) -> FlatIndexK:
     """Quantize or convert `keys` (`[columns, 128]`, any float dtype) to flat keys of `format`.
+
+    No gradient is recorded.
 
     Raises:
         ValueError: a wrong shape, dtype or format.

@@ -40,7 +40,8 @@ class IndexQ(msgspec.Struct, frozen=True, eq=False):
     [rows, heads, 128] float16         None
     [rows, heads, 128] bfloat16        None
 
-    An fp8 scale multiplies the head's weight, so it acts outside the ReLU.
+    An fp8 scale multiplies the head's weight, so it acts outside the ReLU. Queries are meant for
+    keys of their own format; `mask` takes any pairing, other backends may refuse one by name.
 
     Raises:
         ValueError: a wrong shape, dtype, device, or scales that do not belong to the values.
@@ -162,7 +163,10 @@ class PrefillIndexerInputs(msgspec.Struct, frozen=True, eq=False):
 
 
 def expect_out_positions(
-    out_positions: torch.Tensor, num_rows: int, topk: int, device: torch.device
+    out_positions: torch.Tensor | None, num_rows: int, topk: int, device: torch.device
 ) -> torch.Tensor:
     """`out_positions` if it is `[num_rows, topk]` int32 on `device`; `ValueError` if not."""
-    return expect_tensor("out_positions", out_positions, (num_rows, topk), (torch.int32,), device)
+    out = expect_tensor("out_positions", out_positions, (num_rows, topk), (torch.int32,), device)
+    if num_rows > 1 and out.stride(0) < topk:
+        raise mismatch("out_positions", "rows of their own memory", f"strides {list(out.stride())}")
+    return out

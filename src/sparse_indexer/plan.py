@@ -96,12 +96,19 @@ class PrefillPlan(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         _refuse_first("request_of_row", bad, requests, f"0 to {self.num_requests - 1}")
         counts = torch.bincount(requests, minlength=self.num_requests).tolist()
         if counts != self.rows_per_request:
-            got = str(self.rows_per_request)
-            raise mismatch("rows_per_request", f"the counts of request_of_row, {counts}", got)
+            pairs = zip(counts, self.rows_per_request, strict=True)
+            first = next(i for i, (found, given) in enumerate(pairs) if found != given)
+            want = f"{counts[first]}, the count in request_of_row"
+            raise mismatch(f"rows_per_request[{first}]", want, str(self.rows_per_request[first]))
         lens = self.compressed_lens.cpu()
         limit = torch.tensor(self.context_lens, device="cpu")[requests.long()]
         within = "0 to the context_lens of its request"
         _refuse_first("compressed_lens", (lens < 0) | (lens > limit), lens, within)
+        if self.request_starts is not None:
+            starts = self.request_starts.cpu().long()
+            ends = starts + torch.tensor(self.context_lens, device="cpu") - 1
+            bad = (starts < 0) | (ends > INT32_MAX)
+            _refuse_first("request_starts", bad, starts, "0 to where its positions fit an int32")
 
     def rows_by_request(self) -> torch.Tensor:
         """`[rows]` int64: row indices, request after request, ascending within each."""
@@ -113,6 +120,8 @@ class PrefillPlan(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         Raises:
             ValueError: not one length a request, or a length beyond the request's rows.
         """
+        if not isinstance(tail_lens, Sequence):
+            raise mismatch("tail_lens", "a sequence of ints on the host", describe(tail_lens))
         if len(tail_lens) != self.num_requests:
             got = f"{len(tail_lens)} values"
             raise mismatch("tail_lens", f"{self.num_requests} values, one a request", got)

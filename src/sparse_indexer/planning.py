@@ -63,14 +63,18 @@ def plan_prefill(
         raise mismatch("page_table, row_page_table, key_starts", one, f"{len(given)} of them")
     where = _plan_device(device, page_table, row_page_table, positions)
     counts = _host_ints("rows_per_request", rows_per_request)
-    requests = _row_requests(request_of_row, counts)
-    staged: dict[str, _Array] = {"request_of_row": requests}
-
+    rows = int(counts.sum())
     on_device = isinstance(positions, torch.Tensor) and positions.device.type != "cpu"
-    if not on_device:
+    if on_device:
+        expect_tensor("positions", positions, (rows,), _INTS, where)
+        requests = _row_requests(request_of_row, counts)
+        staged: dict[str, _Array] = {"request_of_row": requests}
+    else:
         tokens = _host_ints("positions", positions, low=-1)
-        if len(tokens) != len(requests):
-            raise mismatch("positions", f"{len(requests)} values, one a row", f"{len(tokens)}")
+        if len(tokens) != rows:
+            raise mismatch("positions", f"{rows} values, one a row", f"{len(tokens)}")
+        requests = _row_requests(request_of_row, counts)
+        staged = {"request_of_row": requests}
         staged["compressed_lens"] = _fit_int32("positions", tokens, (tokens + 1) // ratio)
     contexts = _contexts(context_lens, len(counts), requests, staged.get("compressed_lens"))
     for name, starts in (("key_starts", key_starts), ("request_starts", request_starts)):
@@ -85,7 +89,7 @@ def plan_prefill(
     table, name = page_table, "page_table"
     if row_page_table is not None:
         table, name = row_page_table, "row_page_table"
-        staged["first_row"] = _first_rows(requests, len(counts))
+        staged["first_row"] = _first_rows(requests, len(counts), staged.get("compressed_lens"))
     if table is not None:
         shape = (len(counts) if name == "page_table" else len(requests), "max_pages")
         expect_tensor(name, table, shape, _INTS)
@@ -103,7 +107,6 @@ def plan_prefill(
             table = table.new_zeros(len(counts), table.shape[1])
         table = table.clamp(-1, INT32_MAX).to(torch.int32)
     if on_device:
-        expect_tensor("positions", positions, (len(requests),), _INTS, where)
         copied["compressed_lens"] = ((torch.as_tensor(positions) + 1) // ratio).to(torch.int32)
     return PrefillPlan(
         compressed_lens=copied["compressed_lens"],
@@ -196,8 +199,9 @@ def _row_requests(request_of_row: HostInts | None, counts: _Array) -> _Array:
         raise mismatch(f"request_of_row[{first}]", want, str(requests[first]))
     found = np.bincount(requests, minlength=len(counts))
     if not np.array_equal(found, counts):
-        want = f"rows of each request as in rows_per_request, {counts.tolist()}"
-        raise mismatch("request_of_row", want, str(found.tolist()))
+        first = int(np.flatnonzero(found != counts)[0])
+        want = f"{counts[first]} rows of request {first}, as in rows_per_request"
+        raise mismatch("request_of_row", want, f"{found[first]}")
     return requests
 
 
@@ -216,15 +220,23 @@ def _contexts(
     if len(contexts) != count:
         raise mismatch("context_lens", f"{count} values, one a request", f"{len(contexts)}")
     if (contexts < seen).any():
-        want = f"at least what the rows see, {seen.tolist()}"
-        raise mismatch("context_lens", want, str(contexts.tolist()))
+        first = int(np.flatnonzero(contexts < seen)[0])
+        want = f"at least {seen[first]}, what its rows see"
+        raise mismatch(f"context_lens[{first}]", want, f"{contexts[first]}")
     return contexts
 
 
-def _first_rows(requests: _Array, count: int) -> _Array:
-    """The first row of each request; 0 for a request without rows, whose pages nobody reads."""
+def _first_rows(requests: _Array, count: int, lens: _Array | None) -> _Array:
+    """The first row of each request that sees something: a padding row's pages may be anything.
+
+    Where there is none the first row, or 0: nobody reads its pages.
+    """
     first = np.zeros(count, np.int64)
-    first[requests[::-1]] = np.arange(len(requests))[::-1]
+    rows = np.arange(len(requests))[::-1]
+    first[requests[rows]] = rows
+    if lens is not None:
+        rows = rows[lens[rows] > 0]
+        first[requests[rows]] = rows
     return first
 
 

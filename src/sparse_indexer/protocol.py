@@ -22,7 +22,7 @@ from typing import Protocol
 import msgspec
 import torch
 
-from sparse_indexer.errors import mismatch
+from sparse_indexer.errors import expect_tensor, mismatch
 from sparse_indexer.inputs import PrefillIndexerInputs, PrefillPlan
 
 
@@ -102,12 +102,19 @@ class CandidateIndexer(Protocol):
 def expect_candidates(
     candidates: Candidates, inputs: PrefillIndexerInputs, device: torch.device
 ) -> torch.Tensor:
-    """The candidates' blocks if they fit these inputs; `ValueError` if not."""
+    """The candidates' blocks if they fit these inputs; `ValueError` if not.
+
+    On a CPU also if they were published for rows that see other positions.
+    """
     if not isinstance(candidates, Candidates):
         raise mismatch("candidates", "Candidates", candidates)
-    if candidates.num_rows != inputs.plan.num_rows:
-        want = f"{inputs.plan.num_rows} rows, as the inputs have"
+    plan, own = inputs.plan, candidates.plan
+    if candidates.num_rows != plan.num_rows:
+        want = f"{plan.num_rows} rows, as the inputs have"
         raise mismatch("candidates", want, f"{candidates.num_rows} rows")
-    if candidates.blocks.device != device:
-        raise mismatch("candidates", f"blocks on {device}", candidates.blocks)
-    return candidates.blocks
+    if own is not plan and device.type == "cpu":
+        for name in ("compressed_lens", "request_of_row"):
+            if not torch.equal(getattr(own, name), getattr(plan, name)):
+                raise mismatch("candidates", f"a plan with the {name} of the inputs", "another")
+    shape = (plan.num_rows, "topk_blocks")
+    return expect_tensor("candidates.blocks", candidates.blocks, shape, (torch.int32,), device)

@@ -113,7 +113,7 @@ def _trace(name: str, tensors: _Tensors, metadata: dict[str, str]) -> Trace:
     for key in tensors:
         if key not in KEYS:
             raise mismatch(key, f"a key of {', '.join(KEYS)}", "an unknown key")
-    ratio = metadata.get("compress_ratio", "1")
+    ratio = metadata.get("compress_ratio", "1")[:20]
     if not (ratio.isascii() and ratio.isdigit() and int(ratio)):
         raise mismatch("compress_ratio", "an integer of at least 1 in the metadata", repr(ratio))
     positions = _get(tensors, "positions", ("rows",), torch.int32, torch.int64).long()

@@ -45,8 +45,9 @@ class MaskIndexer:
         memory_budget: bytes of scratch beside inputs and outputs, at most.
         accumulate: `torch.float64` (default on a CPU): a logit is computed in fp64 from the exact
             dequantized operands and rounded once, so its bits depend on nothing but its row and
-            position. `torch.float32` (default elsewhere): faster, but a logit's last bits may
-            change with the shape of a call.
+            position: always with fp8 keys and queries, with the others unless the terms of one dot
+            product span more than 53 bits. `torch.float32` (default elsewhere): faster, but a
+            logit's last bits may change with the shape of a call.
 
     Raises:
         ValueError: an option is out of range; from the methods also: the budget is below what one
@@ -107,7 +108,7 @@ class MaskIndexer:
         self, candidates: Candidates, inputs: PrefillIndexerInputs, out_positions: torch.Tensor
     ) -> None:
         """See `CandidateIndexer.select_prefill`. Takes any backend's candidates."""
-        self._expect(inputs, out_positions)
+        self._expect(inputs, out_positions, wanted=True)
         blocks = expect_candidates(candidates, inputs, self.device)
         for tile in self._tiles(inputs):
             best = self._unused(tile, self.topk)
@@ -120,13 +121,15 @@ class MaskIndexer:
 
     def prefill_tail(self, candidates: Candidates, tail_lens: Sequence[int]) -> Candidates:
         """See `CandidateIndexer.prefill_tail`."""
+        if not isinstance(candidates, Candidates):
+            raise mismatch("candidates", "Candidates", candidates)
         rows = candidates.plan.tail_rows(tail_lens)
         return Candidates(candidates.blocks[rows], candidates.plan.tail(tail_lens))
 
     @torch.no_grad()
     def topk_prefill(self, inputs: PrefillIndexerInputs, out_positions: torch.Tensor) -> None:
         """See `CandidateIndexer.topk_prefill`."""
-        self._expect(inputs, out_positions)
+        self._expect(inputs, out_positions, wanted=True)
         for tile in self._tiles(inputs):
             best = self._unused(tile, self.topk)
             for start, order in self._ordered_logits(inputs, tile):
@@ -213,13 +216,19 @@ class MaskIndexer:
             positions = torch.where(positions >= 0, positions + starts[tile.request], positions)
         out[tile.rows] = positions
 
-    def _expect(self, inputs: PrefillIndexerInputs, out_positions: torch.Tensor | None) -> None:
+    def _expect(
+        self,
+        inputs: PrefillIndexerInputs,
+        out_positions: torch.Tensor | None,
+        *,
+        wanted: bool = False,
+    ) -> None:
         if not isinstance(inputs, PrefillIndexerInputs):
             raise mismatch("inputs", "PrefillIndexerInputs", describe(inputs))
         plan = inputs.plan
         if plan.device != self.device:
             raise mismatch("inputs", f"tensors on {self.device}", str(plan.device))
-        if out_positions is not None:
+        if wanted or out_positions is not None:
             expect_out_positions(out_positions, plan.num_rows, self.topk, self.device)
 
 

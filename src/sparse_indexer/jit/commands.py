@@ -73,8 +73,6 @@ def compile_kernels(
     if jobs is not None and jobs < 1:
         raise mismatch("jobs", "an int of at least 1", str(jobs))
     work = [_Job(k, cc, target) for k in kernels for cc, target in wanted if k.is_for(cc)]
-    if not work:
-        raise mismatch("arch", "compute capabilities that a kernel is for", repr(archs))
     work += [_Job(k, (0, 0), "host") for k in dict.fromkeys(job.kernel for job in work)]
     on_start(len(work))
     outcomes = []
@@ -108,6 +106,8 @@ def compile_command(
             on_start=lambda count: progress.update(bar, total=count),
             on_done=lambda o: progress.update(bar, advance=1, description=f"{o.kernel} {o.target}"),
         )
+    if not outcomes:
+        raise mismatch("arch", "compute capabilities that a kernel is for", repr(archs))
     return print_outcomes(console, outcomes)
 
 
