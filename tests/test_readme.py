@@ -31,7 +31,9 @@ def test_the_score_is_the_librarys() -> None:
     for r in range(2):
         for n in range(5):
             want = logit(q, w.double(), k, k_scale.double(), r, n)
-            assert float(dense.dense_scores()[r, n]) == pytest.approx(want, rel=1e-6)
+            assert dense.dense_scores()[r, n] == want
+    k[3] = torch.nan
+    assert logit(q, w.double(), k, k_scale.double(), 0, 3).isnan()
 
 
 def test_the_attention_backend_example_selects() -> None:

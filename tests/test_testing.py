@@ -158,12 +158,58 @@ class LetsRowsDisturbEachOther(Faulty):
             yield tile._replace(lens=tile.lens.amax().expand_as(tile.lens))
 
 
+class ReusesItsBlocks(Faulty):
+    buffer = None
+
+    def publish_prefill(self, inputs, out_positions=None):
+        made = super().publish_prefill(inputs, out_positions)
+        if self.buffer is None or self.buffer.shape != made.blocks.shape:
+            self.buffer = torch.empty_like(made.blocks)
+        return Candidates(self.buffer.copy_(made.blocks), made.plan)
+
+
+class KnowsOnePageSize(Faulty):
+    def _logits(self, inputs, tile):
+        if isinstance(inputs.index_k, IndexKPool) and inputs.index_k.page_size != 64:
+            raise RuntimeError("page size 64 only")
+        yield from super()._logits(inputs, tile)
+
+
+class RefusesEmptyBatches(Faulty):
+    def topk_prefill(self, inputs, out_positions):
+        int(inputs.plan.compressed_lens.max())  # fails on an empty tensor
+        super().topk_prefill(inputs, out_positions)
+
+
+class TakesFloat32WeightsOnly(Faulty):
+    def publish_prefill(self, inputs, out_positions=None):
+        assert inputs.head_weights.dtype == torch.float32
+        return super().publish_prefill(inputs, out_positions)
+
+
+class ScoresTheSourcesKeys(Faulty):
+    keys = None
+
+    def publish_prefill(self, inputs, out_positions=None):
+        self.keys = inputs.index_k
+        return super().publish_prefill(inputs, out_positions)
+
+    def select_prefill(self, candidates, inputs, out_positions):
+        own = PrefillIndexerInputs(candidates.plan, inputs.index_q, inputs.head_weights, self.keys)
+        super().select_prefill(candidates, own, out_positions)
+
+
 class Raises(Faulty):
     def topk_prefill(self, inputs, out_positions):
         raise RuntimeError("out of resources")
 
 
 FAULTS = {
+    ReusesItsBlocks: "edges",
+    KnowsOnePageSize: "future",
+    RefusesEmptyBatches: "no_rows",
+    TakesFloat32WeightsOnly: "bf16_weights",
+    ScoresTheSourcesKeys: "own_keys",
     Raises: "edges",
     SeesOneTooFar: "future",
     ForgetsTheNewestBlock: "old_newest",
@@ -177,7 +223,7 @@ FAULTS = {
     UsesOneRequestsKeys: "ragged",
     MistakesTheLayout: "edges",
     RoundsLogitsToHalf: "close_logits",
-    ChangesFromRunToRun: "close_logits",
+    ChangesFromRunToRun: "two_values",
     LetsRowsDisturbEachOther: "edges",
 }
 
@@ -190,6 +236,12 @@ def test_a_fault_is_reported_by_case_and_check(fault: type[Faulty]) -> None:
     with pytest.raises(AssertionError, match=f"{len(report.failures)} of {report.checks} checks"):
         report.raise_if_failed()
     assert all(failure.problem for failure in report.failures)
+
+
+@pytest.mark.parametrize("name", ["formats", "layouts", "heads", "page_sizes"])
+def test_checking_nothing_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}: expected at least one, got none"):
+        check_backend(MaskIndexer("cpu", topk=8, topk_blocks=12), **{name: ()})
 
 
 def test_a_backend_off_by_more_than_its_tolerance_is_reported() -> None:

@@ -69,6 +69,12 @@ class IndexQ(msgspec.Struct, frozen=True, eq=False):
 class PrefillIndexerInputs(msgspec.Struct, frozen=True, eq=False):
     """One layer's inputs: `logit[r, n] = k_scale[n] * sum_h w[r, h] * relu(q[r, h] . k[n])`.
 
+    Attributes:
+        plan: which positions each row sees, and where their keys are.
+        index_q: the queries of all rows.
+        head_weights: `[rows, heads]` float32 or bfloat16.
+        index_k: the keys.
+
     Raises:
         ValueError: a wrong shape, dtype or device; paged keys with a plan for flat ones or the
             reverse; a page table too narrow for the plan's contexts. On a CPU also a wrong value:
@@ -78,7 +84,6 @@ class PrefillIndexerInputs(msgspec.Struct, frozen=True, eq=False):
     plan: PrefillPlan
     index_q: IndexQ
     head_weights: torch.Tensor
-    """`[rows, heads]` float32 or bfloat16."""
     index_k: IndexKPool | FlatIndexK
     _dense: dict[str, torch.Tensor] = msgspec.field(default_factory=dict)
 

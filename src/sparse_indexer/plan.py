@@ -20,27 +20,31 @@ class PrefillPlan(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
     Made once a forward by `plan_prefill`, or directly from device tensors an engine already has.
 
+    Attributes:
+        compressed_lens: `[rows]` int32: positions the row may see, `(token position + 1) // ratio`.
+        request_of_row: `[rows]` int32: the row's request; any mapping.
+        rows_per_request: host, `[requests]`: rows of each request.
+        context_lens: host, `[requests]`: at least the most positions that any row of the request
+            sees.
+        page_table: `[requests, max_pages]` int32: pages of each request in the index-K pool; slots
+            past its last position hold anything. `None`: keys are flat.
+        key_starts: `[requests]` int32: first column of each request in flat keys. `None`: keys are
+            paged.
+        request_starts: `[requests]` int32: added to a request's selected positions. `None`: nothing
+            is added, the positions written are request-relative.
+
     Raises:
         ValueError: a wrong shape, dtype, device or length; on a CPU also a wrong value. On a GPU
             reading the values would synchronize: `check()` does it on request.
     """
 
     compressed_lens: torch.Tensor
-    """`[rows]` int32: positions the row may see, `(token position + 1) // ratio`."""
     request_of_row: torch.Tensor
-    """`[rows]` int32: the row's request; any mapping."""
     rows_per_request: list[int]
-    """Host, `[requests]`: rows of each request."""
     context_lens: list[int]
-    """Host, `[requests]`: at least the most positions that any row of the request sees."""
     page_table: torch.Tensor | None = None
-    """`[requests, max_pages]` int32: pages of each request in the index-K pool; slots past its
-    last position hold anything. `None`: keys are flat."""
     key_starts: torch.Tensor | None = None
-    """`[requests]` int32: first column of each request in flat keys. `None`: keys are paged."""
     request_starts: torch.Tensor | None = None
-    """`[requests]` int32: added to a request's selected positions. `None`: nothing is added, the
-    positions written are request-relative."""
 
     def __post_init__(self) -> None:
         lens = expect_tensor("compressed_lens", self.compressed_lens, ("rows",), _INT32)

@@ -31,13 +31,15 @@ class Candidates(msgspec.Struct, frozen=True, eq=False):
 
     `blocks` and `num_rows` are for tests and integrators; everything else, and what a backend's
     subclass adds, belongs to the backend that made it.
+
+    Attributes:
+        blocks: `[rows, topk_blocks]` int32: ascending ids of the row's blocks of 8 positions,
+            `INT32_MAX` past the row's count.
+        plan: the plan of these rows.
     """
 
     blocks: torch.Tensor
-    """`[rows, topk_blocks]` int32: ascending ids of the row's blocks of 8 positions, `INT32_MAX`
-    past the row's count."""
     plan: PrefillPlan
-    """The plan of these rows."""
 
     @property
     def num_rows(self) -> int:

@@ -23,8 +23,6 @@ from sparse_indexer.testing.data import (
 )
 from sparse_indexer.testing.overlap import overlapping_queries
 
-PAGE_SIZE = 64
-
 
 class CaseConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What a case is sized and stored for."""
@@ -34,6 +32,7 @@ class CaseConfig(msgspec.Struct, frozen=True, kw_only=True):
     format: KeyFormat = "fp8"
     layout: Layout = "planar"
     heads: int = 32
+    page_size: int = 64
     device: torch.device = torch.device("cpu")
 
     @property
@@ -58,7 +57,7 @@ class Case(msgspec.Struct, frozen=True, eq=False):
 
 def edges(c: CaseConfig) -> Case:
     """Rows that see 0, 1, a block, topk, a page, all blocks: one less, just that, one more."""
-    marks = (0, BLOCK_SIZE, PAGE_SIZE, c.topk, c.full, c.full + BLOCK_SIZE)
+    marks = (0, BLOCK_SIZE, c.page_size, c.topk, c.full, c.full + BLOCK_SIZE)
     lens = sorted({max(0, mark + step) for mark in marks for step in (-1, 0, 1)})
     lens += [c.full + 100 + i for i in range(len(lens))]
     return _palette(c, [lens])
@@ -136,6 +135,27 @@ def minus_infinity(c: CaseConfig) -> Case:
     return _single(c, queries, infinite, keys, lens)
 
 
+def no_rows(c: CaseConfig) -> Case:
+    """An empty batch: requests, but no row of any."""
+    return _palette(c, [[], []])
+
+
+def bf16_weights(c: CaseConfig) -> Case:
+    """Head weights in bfloat16."""
+    case = _palette(c, [[c.full + 50 + i for i in range(4)]])
+    source, consumer = case.source, case.consumer
+    return Case(
+        with_queries(source, source.index_q, source.head_weights.bfloat16()),
+        with_queries(source, consumer.index_q, consumer.head_weights.bfloat16()),
+    )
+
+
+def own_keys(c: CaseConfig) -> Case:
+    """A consumer that scores keys of its own, in a pool of its own, at the same positions."""
+    lens = [[c.full + 50 + i for i in range(3)], [c.topk + 20]]
+    return Case(_palette(c, lens).source, _palette(c, lens, seed=7).consumer)
+
+
 def nans(c: CaseConfig) -> Case:
     """NaN keys at 83 % of the positions, and a row whose NaN weight makes all its logits NaN."""
     lens = [c.topk + 50, c.full + 5, c.full + 100, c.full + 200]
@@ -154,12 +174,12 @@ def nans(c: CaseConfig) -> Case:
 
 def shared_prefix(c: CaseConfig) -> Case:
     """Two requests whose page tables share the pages of a prefix and part after it."""
-    prefix = 5 * PAGE_SIZE
+    prefix = 5 * c.page_size
     lens = (prefix, c.full, c.full + 77)
     parts = [palette_keys(n, c.format, seed=41 + i, device=c.device) for i, n in enumerate(lens)]
     if c.layout == "flat":
         return _palette(c, [[c.full + 9], [c.full + 30]])
-    pool, table = hostile_pool(parts, c.layout, page_size=PAGE_SIZE, seed=44)
+    pool, table = hostile_pool(parts, c.layout, page_size=c.page_size, seed=44)
     joined = torch.cat((table[:1, :5].expand(2, 5), table[1:]), 1).contiguous()
     seen = [prefix + lens[1], prefix + lens[2], prefix + lens[1] - 9, prefix + lens[2] - 1]
     plan = PrefillPlan(
@@ -212,6 +232,9 @@ CASES: dict[str, Callable[[CaseConfig], Case]] = {
         old_newest,
         infinite_rivals,
         minus_infinity,
+        no_rows,
+        bf16_weights,
+        own_keys,
         nans,
         shared_prefix,
         normal,
@@ -227,6 +250,7 @@ def _palette(
     *,
     request_of_row: Sequence[int] | None = None,
     request_starts: Sequence[int] | None = None,
+    seed: int = 0,
 ) -> Case:
     """Exact random logits; per request, the lengths its rows see."""
     rows_per_request = [len(request) for request in lens]
@@ -236,7 +260,7 @@ def _palette(
         left = [list(request) for request in lens]
         flat = [left[request].pop(0) for request in request_of_row]
     keys = [
-        palette_keys(max(request, default=0), c.format, seed=i, device=c.device)
+        palette_keys(max(request, default=0), c.format, seed=100 * seed + i, device=c.device)
         for i, request in enumerate(lens)
     ]
     queries, weights = palette_queries(len(flat), c.heads, c.format, seed=99, device=c.device)
@@ -247,9 +271,10 @@ def _palette(
         [n - 1 for n in flat],
         rows_per_request,
         layout=c.layout,
-        page_size=PAGE_SIZE,
+        page_size=c.page_size,
         request_of_row=request_of_row,
         request_starts=request_starts,
+        seed=seed,
     )
     return _with_consumer(c, source)
 
@@ -270,7 +295,7 @@ def _single(
         [n - 1 for n in lens],
         [len(lens)],
         layout=c.layout,
-        page_size=PAGE_SIZE,
+        page_size=c.page_size,
     )
     values = queries.values.flip(0)
     scales = None if queries.scales is None else queries.scales.flip(0)

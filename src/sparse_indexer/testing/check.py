@@ -10,6 +10,7 @@ import msgspec
 import torch
 
 from sparse_indexer.backends.mask import MaskIndexer
+from sparse_indexer.errors import mismatch
 from sparse_indexer.formats import INT32_MAX, KeyFormat
 from sparse_indexer.inputs import PrefillIndexerInputs
 from sparse_indexer.protocol import CandidateIndexer, Candidates
@@ -68,6 +69,7 @@ def check_backend(
     formats: Sequence[KeyFormat] = ("fp8", "fp4", "fp16", "bf16"),
     layouts: Sequence[Layout] = ("planar", "interleaved", "flat"),
     heads: Sequence[int] = (32, 64),
+    page_sizes: Sequence[int] = (64, 8, 256),
     tolerance: float = 0.0,
     own_logits: OwnLogits | None = None,
 ) -> Report:
@@ -80,30 +82,43 @@ def check_backend(
 
     Args:
         indexer: what is checked; the cases are sized for its `topk` and `topk_blocks`.
-        formats, layouts, heads: what it claims to support. Each case runs in every format; the
-            layouts and head counts take turns.
+        formats, layouts, heads, page_sizes: what it claims to support. Each case runs in every
+            format; the others take turns.
         tolerance: relative to a row's largest |logit|; 0: equal there as well.
         own_logits: the backend's logits, `[rows, max(context_lens)]` float32.
 
     Returns:
         A report; `report.raise_if_failed()` in a test.
+
+    Raises:
+        ValueError: one of the sequences is empty.
     """
+    for name, values in (
+        ("formats", formats),
+        ("layouts", layouts),
+        ("heads", heads),
+        ("page_sizes", page_sizes),
+    ):
+        if not values:
+            raise mismatch(name, "at least one", "none")
     checks = selecting = 0
     failures: list[Failure] = []
     for turn, (form, name) in enumerate(product(formats, CASES)):
         layout, count = layouts[turn % len(layouts)], heads[turn % len(heads)]
+        page_size = page_sizes[turn // len(layouts) % len(page_sizes)]
         config = CaseConfig(
             topk=indexer.topk,
             topk_blocks=indexer.topk_blocks,
             format=form,
             layout=layout,
             heads=count,
+            page_size=page_size,
             device=indexer.device,
         )
         case = CASES[name](config)
         selecting += int((case.source.plan.compressed_lens > indexer.topk).sum())
         run = _Run(indexer, case, 0.0 if case.exact else tolerance, own_logits)
-        where = f"{name}[{form}, {layout}, {count} heads]"
+        where = f"{name}[{form}, {layout}, {count} heads, pages of {page_size}]"
         try:
             for check, problem in run.problems():
                 checks += 1
@@ -204,8 +219,11 @@ class _Run:
     ) -> Iterator[tuple[str, str | None]]:
         source, consumer, indexer = self.case.source, self.case.consumer, self.indexer
         again = torch.full_like(own, _POISON)
+        before = candidates.blocks.clone()
+        indexer.publish_prefill(consumer)
+        yield "candidates outlive another publish", equal_problem(candidates.blocks, before)
         repeated = indexer.publish_prefill(source)
-        yield "publish again: same blocks", equal_problem(repeated.blocks, candidates.blocks)
+        yield "publish again: same blocks", equal_problem(repeated.blocks, before)
         indexer.select_prefill(repeated, source, again)
         yield "select with the source's queries = own positions", equal_problem(again, own)
 
