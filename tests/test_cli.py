@@ -245,3 +245,17 @@ def test_demo_is_quick_as_a_program() -> None:
     assert "mask on cpu" in done.stdout
     assert f"{RECALL:.2%} of the consumer" in done.stdout
     assert seconds < SECONDS
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--device", "meta"), "device: expected cpu or cuda, got meta"),
+        (("--topk", "100000000000"), "topk: expected an int of 1 to 16384, got 100000000000"),
+        (("--topk-blocks", "17000"), "topk_blocks: expected an int of 1 to 16384, got 17000"),
+        (("--plot", "x.jpg"), "plot: expected a .png file, got x.jpg"),
+        (("--plot", "."), "plot: expected a file in a folder that exists, got ."),
+    ],
+)
+def test_what_demo_cannot_do_is_one_line(options: tuple[str, ...], message: str) -> None:
+    assert invoke("demo", *options, code=1) == f"error: {message}\n"

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparse_indexer import flat_index_k
 from sparse_indexer.formats import (
     decode_ue8m0,
     dequantize_fp4,
@@ -426,3 +427,10 @@ def test_fp4_decodes_to_no_dtype_that_cannot_hold_it(dtype: torch.dtype) -> None
     """2^-127 and 6 * 2^100 are neither float16 nor bfloat16."""
     with pytest.raises(ValueError, match=f"^dtype: expected .*float32.*float64.*{dtype}"):
         dequantize_fp4(FP4, torch.ones(3).int(), dtype=dtype)
+
+
+def test_no_gradient_is_recorded() -> None:
+    x = torch.randn(3, 128, requires_grad=True)
+    assert not quantize_fp8(x)[1].requires_grad
+    assert not quantize_fp4(x)[1].requires_grad
+    assert not flat_index_k(x, "fp16").values.requires_grad

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -993,3 +994,25 @@ BAD_EXPANSIONS: dict[str, tuple[dict[str, Any], str]] = {
 def test_expand_index_page_table_refuses(changes: dict[str, Any], message: str) -> None:
     with refused(message):
         expand_index_page_table(**(GOOD_EXPANSION | changes))
+
+
+def test_a_padding_row_does_not_give_the_pages_of_its_request() -> None:
+    table = torch.tensor([[-1, 9], [4, 5], [7, 7], [-1, -1]])
+    plan = plan_prefill([-1, 70, -1, -1], [2, 2], row_page_table=table)
+    assert plan.page_table is not None
+    assert plan.page_table.tolist() == [[4, 5], [7, 7]]
+
+
+@pytest.mark.parametrize("start", [-3, INT32_MAX - 1])
+def test_starts_that_positions_do_not_fit_behind_are_refused(start: int) -> None:
+    plan = plan_prefill([4, 9], [1, 1])
+    starts = torch.tensor([0, start], dtype=torch.int32)
+    with pytest.raises(ValueError, match=rf"^request_starts\[1\]: expected 0 to .*, got {start}$"):
+        msgspec.structs.replace(plan, request_starts=starts)
+
+
+def test_a_huge_count_is_refused_before_anything_is_made_of_it() -> None:
+    with pytest.raises(
+        ValueError, match=f"^positions: expected {INT32_MAX} values, one a row, got 2$"
+    ):
+        plan_prefill([5, 6], [INT32_MAX])

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rules of a selection as properties of the tile-wise torch ops and of whole calls."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse_indexer.backends.mask import MaskIndexer
 from sparse_indexer.formats import INT32_MAX
+from sparse_indexer.inputs import IndexQ, PrefillIndexerInputs, flat_index_k, plan_prefill
 from sparse_indexer.testing import (
     dictated,
+    index_q,
     make_inputs,
     oracle_publish,
     oracle_select,
@@ -168,3 +171,36 @@ def test_dictated_logits_arrive_exactly(fmt: str, integers: list[list[int]]) -> 
     width = len(integers[0])
     inputs = make_inputs(queries, weights, [keys], [width - 1] * len(integers), [len(integers)])
     assert inputs.dense_scores().tolist() == [[i / 2**17 for i in row] for row in integers]
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp16", "fp4", "fp8"])
+def test_a_row_keeps_its_bits_whatever_else_is_in_the_call(fmt: str) -> None:
+    """Terms that cancel and leave what is far below them: any other order of summation shows."""
+    generator = torch.Generator().manual_seed(0)
+    queries = torch.randn(9, 3, 128, generator=generator)
+    keys = torch.randn(600, 128, generator=generator)
+    if fmt == "bf16":
+        queries, keys = queries * 2.0**15, keys * 2.0**50
+        queries[:, :, [0, 77]], keys[:, 0], keys[:, 77] = 2.0**60, 2.0**58, -(2.0**58)
+    elif fmt == "fp16":
+        queries, keys = queries * 2.0**-10, keys * 2.0**-10
+        queries[:, :, [0, 77]], keys[:, 0], keys[:, 77] = 2.0**14, 2.0**15, -(2.0**15)
+    elif fmt == "fp4":
+        queries[:, :, 0:32] *= 2.0**60
+        queries[:, :, 64:96] = queries[:, :, 0:32]
+        keys[:, 64:96] = -keys[:, 0:32]
+    q, k = index_q(queries, fmt), flat_index_k(keys, fmt)
+    weights = torch.ones(9, 3)
+
+    def logits(rows: slice, budget: int) -> torch.Tensor:
+        scales = None if q.scales is None else q.scales[rows]
+        count = len(weights[rows])
+        plan = plan_prefill([599] * count, [count])
+        inputs = PrefillIndexerInputs(plan, IndexQ(q.values[rows], scales), weights[rows], k)
+        return MaskIndexer("cpu", topk=5, topk_blocks=6, memory_budget=budget).dense_logits(inputs)
+
+    least = MaskIndexer("cpu", topk=5, topk_blocks=6).workspace_bytes(1, 64)
+    whole = logits(slice(0, 9), 1 << 28)
+    assert torch.equal(logits(slice(0, 9), least), whole)
+    for row in range(9):
+        assert torch.equal(logits(slice(row, row + 1), 1 << 28), whole[row : row + 1])

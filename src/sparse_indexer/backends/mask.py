@@ -44,10 +44,9 @@ class MaskIndexer:
         topk_blocks: blocks of 8 positions a row publishes.
         memory_budget: bytes of scratch beside inputs and outputs, at most.
         accumulate: `torch.float64` (default on a CPU): a logit is computed in fp64 from the exact
-            dequantized operands and rounded once, so its bits depend on nothing but its row and
-            position: always with fp8 keys and queries, with the others unless the terms of one dot
-            product span more than 53 bits. `torch.float32` (default elsewhere): faster, but a
-            logit's last bits may change with the shape of a call.
+            dequantized operands and rounded to float32 once, so its bits depend on nothing but its
+            row and position. `torch.float32` (default elsewhere): faster, but a logit's last bits
+            may change with the shape of a call.
 
     Raises:
         ValueError: an option is out of range; from the methods also: the budget is below what one
@@ -151,9 +150,9 @@ class MaskIndexer:
     def workspace_bytes(self, rows: int, positions: int) -> int:
         """Scratch of one tile of `rows` x `positions`, in bytes; calls keep it in the budget."""
         size = self.accumulate.itemsize
-        widening = HEAD_DIM * (5 * size + 8)  # of a key, or of one head of a query
+        widening = HEAD_DIM * (7 * size + 8)  # of a key, or of one head of a query, and slicing it
         queries = max(rows, QUERIES_AT_ONCE)
-        scoring = queries * (positions * size + widening) + positions * widening
+        scoring = queries * (2 * positions * size + widening) + positions * widening
         selecting = rows * (positions * (size + 48) + 64 * (self.topk + self.topk_blocks))
         return scoring + selecting
 
@@ -195,7 +194,17 @@ class MaskIndexer:
             keys, scales = index_k(
                 inputs.index_k, inputs.plan, tile.request, start, stop, length, self.accumulate
             )
-            yield start, logits(inputs.index_q, inputs.head_weights, tile.rows, keys, scales)
+            yield (
+                start,
+                logits(
+                    inputs.index_q,
+                    inputs.head_weights,
+                    tile.rows,
+                    keys,
+                    scales,
+                    stored_e4m3=inputs.index_k.format == "fp8",
+                ),
+            )
 
     def _ordered_logits(
         self, inputs: PrefillIndexerInputs, tile: _Tile

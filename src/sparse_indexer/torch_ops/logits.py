@@ -7,6 +7,7 @@ import torch
 
 from sparse_indexer.formats import dequantize_fp4
 from sparse_indexer.inputs import IndexQ
+from sparse_indexer.torch_ops.dots import Sliced, dots
 
 QUERIES_AT_ONCE = 128
 """Queries (rows x heads) multiplied at once, unless one head of the tile has more: with the 1024
@@ -19,28 +20,35 @@ def logits(
     rows: torch.Tensor,
     keys: torch.Tensor,
     k_scales: torch.Tensor,
+    *,
+    stored_e4m3: bool,
 ) -> torch.Tensor:
     """`k_scale[n] * sum_h w[r, h] * relu(q[r, h] . k[n])` of some rows, rounded once to float32.
 
     The heads are summed one after the other by separate multiplications and additions, so that a
-    logit does not depend on the shape of its tile. With float64 and stored e4m3 values the dot
-    products are exact, hence independent of the matmul's order as well; with fp4 and half values
-    they are exact unless a dot product's terms span more than 53 bits.
+    logit does not depend on the shape of its tile. In float64 its dot products do not either: those
+    of stored e4m3 values are exact, the others come from `dots`.
 
     Args:
         rows: `[n]` int64: which rows of `index_q` and `head_weights`.
         keys: `[positions, 128]` and k_scales: `[positions]`, float64 or float32, from `index_k`.
+        stored_e4m3: the keys are stored e4m3 values.
 
     Returns:
         `[n, positions]` float32.
     """
     total = torch.zeros(len(rows), len(keys), dtype=keys.dtype, device=keys.device)
     group = max(1, QUERIES_AT_ONCE // len(rows))
+    direct = keys.dtype == torch.float32 or (
+        stored_e4m3 and index_q.values.dtype == torch.float8_e4m3fn
+    )
+    sliced = None if direct else Sliced(keys)
     for first in range(0, index_q.values.shape[1], group):
         some = slice(first, first + group)
         queries, weights = _widen(index_q, head_weights, rows, some, keys.dtype)
-        dots = torch.matmul(queries.flatten(0, 1), keys.t()).relu_()
-        for head, weight in zip(dots.view(-1, *total.shape), weights, strict=True):
+        flat = queries.flatten(0, 1)
+        products = flat @ keys.t() if sliced is None else dots(Sliced(flat), sliced)
+        for head, weight in zip(products.relu_().view(-1, *total.shape), weights, strict=True):
             total += head.mul_(weight[:, None])
     return total.mul_(k_scales).to(torch.float32)
 
