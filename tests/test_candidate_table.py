@@ -76,3 +76,16 @@ def test_without_slots_and_empty() -> None:
         candidate_table(
             out_blocks, out_lens, out_blocks=out_blocks, out_lens=out_lens, out_slots=out_blocks
         )
+
+
+def test_more_rows_than_65535_any_stride() -> None:
+    rows, n = 70_000, 4
+    wide = torch.zeros(rows, 9, dtype=torch.int32, device=DEVICE)
+    wide[:, 2:6] = torch.arange(rows, device=DEVICE)[:, None] % 7 + on_gpu([0, 10, 20, 30])
+    wide[:, 5] = 99
+    lens = torch.full((rows,), 8 * 99 + 3, dtype=torch.int32, device=DEVICE)
+    out_blocks = torch.full((rows, n), 7, dtype=torch.int32, device=DEVICE)
+    out_lens = torch.full((rows,), 7, dtype=torch.int32, device=DEVICE)
+    candidate_table(wide[:, 2:6], lens, out_blocks=out_blocks, out_lens=out_lens)
+    assert torch.equal(out_blocks, wide[:, 2:6])
+    assert (out_lens == 3 * 8 + 3).all()
