@@ -12,8 +12,9 @@ import torch
 from sparse_indexer.errors import expect_tensor, mismatch
 from sparse_indexer.formats import HEAD_DIM
 from sparse_indexer.index_k import BLOCK_SIZE, FlatIndexK, IndexKPool, flat_index_k
+from sparse_indexer.page_table import expand_index_page_table
 from sparse_indexer.plan import PrefillPlan
-from sparse_indexer.planning import expand_index_page_table, plan_prefill
+from sparse_indexer.planning import plan_prefill
 
 __all__ = [
     "BLOCK_SIZE",
