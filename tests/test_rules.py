@@ -21,7 +21,7 @@ from sparse_indexer.testing import (
 from sparse_indexer.torch_ops.block_keys import block_keys, published
 from sparse_indexer.torch_ops.topk import UNUSED, indices, merge, ordered, pack
 
-SPECIAL = [0.0, -0.0, 1.0, -1.0, float("inf"), float("-inf"), float("nan"), 1e-45, -1e-45]
+SPECIAL = [0.0, -0.0, 1.0, -1.0, float("inf"), float("-inf"), float("nan"), 2.0**-149, -(2.0**-149)]
 LOGIT = st.one_of(st.sampled_from(SPECIAL), st.floats(width=32))
 ROWS = st.integers(1, 60).flatmap(
     lambda n: st.lists(st.lists(LOGIT, min_size=n, max_size=n), min_size=1, max_size=4)

@@ -33,6 +33,7 @@ class _Tile(NamedTuple):
     request: int
     lens: torch.Tensor  # [n] int32: positions each row sees
     context: int  # host: at least their maximum
+    step: int  # positions scored at a time
 
 
 class MaskIndexer:
@@ -171,14 +172,14 @@ class MaskIndexer:
 
     def _tiles(self, inputs: PrefillIndexerInputs) -> Iterator[_Tile]:
         plan = inputs.plan
-        max_rows, _ = self._tile_shape()
+        max_rows, step = self._tile_shape()
         by_request = plan.rows_by_request()
         first = 0
         for request, count in enumerate(plan.rows_per_request):
             for start in range(first, first + count, max_rows):
                 rows = by_request[start : min(start + max_rows, first + count)]
                 lens = plan.compressed_lens[rows]
-                yield _Tile(rows, request, lens, plan.context_lens[request])
+                yield _Tile(rows, request, lens, plan.context_lens[request], step)
             first += count
 
     def _logits(
@@ -187,10 +188,9 @@ class MaskIndexer:
         """(first position, logits `[rows, n]` float32), position tile after position tile."""
         if not len(tile.rows) or not tile.context:
             return
-        _, step = self._tile_shape()
         length = tile.lens.amax()
-        for start in range(0, tile.context, step):
-            stop = min(start + step, tile.context)
+        for start in range(0, tile.context, tile.step):
+            stop = min(start + tile.step, tile.context)
             keys, scales = index_k(
                 inputs.index_k, inputs.plan, tile.request, start, stop, length, self.accumulate
             )
