@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.dlpack import to_dlpack
 
 from sparse_indexer.jit import Kernel
 from sparse_indexer.jit.compilers import find_host_compiler, find_nvcc, find_nvrtc
@@ -137,54 +138,40 @@ class _Device(ctypes.Structure):
     _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]
 
 
-class _Tensor(ctypes.Structure):
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        ("device", _Device),
-        ("ndim", ctypes.c_int),
-        ("dtype", ctypes.c_uint8 * 4),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    ]
+class _Export:
+    """A tensor of the CPU that says, in DLPack, that it is on a GPU."""
 
-
-class _Managed(ctypes.Structure):
-    _fields_ = [("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p)]
-
-
-_alive: list[object] = []
-
-
-class PretendCuda:
-    """A float32 tensor of the CPU that says, in DLPack, that it is on a GPU."""
-
-    def __init__(self, tensor: torch.Tensor, device: int = 0) -> None:
-        assert tensor.dtype == torch.float32
+    def __init__(self, tensor: torch.Tensor, device: int) -> None:
         self.tensor, self.device = tensor, device
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return 2, self.device
 
     def __dlpack__(self, **_: object) -> object:
-        t = self.tensor
-        sizes = (ctypes.c_int64 * t.ndim)(*t.shape)
-        strides = (ctypes.c_int64 * t.ndim)(*t.stride())
-        dtype = (ctypes.c_uint8 * 4)(2, 32, 1, 0)
-        device = _Device(2, self.device)
-        managed = _Managed(
-            _Tensor(t.data_ptr(), device, t.ndim, dtype, sizes, strides, 0), None, None
-        )
-        _alive.append((managed, sizes, strides, t))
-        new = ctypes.pythonapi.PyCapsule_New
-        new.restype, new.argtypes = (
-            ctypes.py_object,
-            [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p],
-        )
-        return new(ctypes.addressof(managed), b"dltensor", None)
+        capsule = to_dlpack(self.tensor)
+        address = ctypes.pythonapi.PyCapsule_GetPointer
+        address.restype, address.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+        # The device is what follows the pointer to the data.
+        device = address(capsule, b"dltensor") + ctypes.sizeof(ctypes.c_void_p)
+        _Device.from_address(device).type, _Device.from_address(device).id = 2, self.device
+        return capsule
+
+
+class PretendCuda(torch.Tensor):
+    """A tensor of the CPU that says, to Python and to host entries, that it is on a GPU.
+
+    On one that no machine has, so that nothing can be launched there.
+    """
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", 63)
+
+    def __tvm_ffi_object__(self) -> object:
+        return pretend_cuda(self.as_subclass(torch.Tensor), self.device.index)
 
 
 def pretend_cuda(tensor: torch.Tensor, device: int = 0) -> object:
     import tvm_ffi
 
-    return tvm_ffi.from_dlpack(PretendCuda(tensor, device))
+    return tvm_ffi.from_dlpack(_Export(tensor, device))

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 import sparse_indexer
 from sparse_indexer import cli
+from sparse_indexer.backends.mask import MaskIndexer
 from sparse_indexer.factory import BACKENDS
 from sparse_indexer.trace import KEYS, load_trace
 
@@ -117,8 +118,8 @@ def test_demo_runs_a_file_of_ones_own(user_file: Path) -> None:
         (["--topk", "0"], r"topk: expected an int of 1 to 16384, got 0"),
         (["--device", "gpu"], r"device: expected a torch device, got 'gpu'"),
         (
-            ["--device", "cpu", "--backend", "sm90"],
-            r"sm90: needs an NVIDIA GPU, the device is cpu: use backend='mask'",
+            ["--device", "cpu", "--backend", "sm70"],
+            r"sm70: (is not in this release|needs an NVIDIA GPU, .* cpu): use backend='mask'",
         ),
         (
             ["--plot", "none/x.png"],
@@ -191,14 +192,18 @@ def test_doctor_says_what_runs_here() -> None:
     ]
     *others, (_, _, mask) = rows
     assert mask == "usable, auto takes it"
-    for _, _, reason in others:
-        assert reason == "needs an NVIDIA GPU, the device is cpu: use backend='mask'"
+    for name, _, reason in others:
+        why = "needs an NVIDIA GPU, the device is cpu"
+        if BACKENDS[name].make is None:
+            why = "is not in this release"
+        assert reason == f"{why}: use backend='mask'"
 
 
 def test_doctor_knows_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     class Properties:
         name, major, minor, total_memory = "Some GPU", 7, 5, 11 << 30
 
+    monkeypatch.setitem(BACKENDS, "sm90", BACKENDS["sm90"]._replace(make=MaskIndexer))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
@@ -215,6 +220,12 @@ def test_doctor_tells_of_compilers_and_cache(tmp_path: Path) -> None:
     assert str(tmp_path) in text
 
 
+def test_doctor_says_what_a_variable_should_be() -> None:
+    text = invoke("doctor", SPARSE_INDEXER_JIT="never", CXX="g++ '-O2")
+    assert re.search(r"SPARSE_INDEXER_JIT=never: expected 'auto' or 'cached' or 'rebuild'", text)
+    assert re.search(r"CXX: expected a command, quoted as in a shell, got", text)
+
+
 @needs_nvrtc
 def test_compile_and_cache(tmp_path: Path) -> None:
     options = ("compile", "--arch", "9.0", "--kernels", "candidate_table")
@@ -227,6 +238,16 @@ def test_compile_and_cache(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("kernel.cubin"))
     text = invoke("compile", "--arch", "6.1", code=1)
     assert text.startswith("error: arch: expected ")
+    text = invoke(*options, "--out", "", code=1)
+    assert text == "error: out: expected a folder, got ''\n"
+
+
+def test_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object, **__: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sparse_indexer.jit.commands.compile_command", interrupt)
+    assert invoke("compile", "--arch", "8.0", code=130) == "interrupted\n"
 
 
 def test_demo_is_quick_as_a_program() -> None:

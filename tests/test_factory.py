@@ -161,18 +161,20 @@ def test_auto_takes_the_first_that_can_run(
 def test_what_is_not_in_the_release_is_said_to_be_so(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
+    """Whatever the device: no other one would help."""
     monkeypatch.setitem(BACKENDS, name, BACKENDS[name]._replace(make=None))
-    machine.capabilities = [next(c for c, names in FITTING.items() if name in names)]
-    with refused(
-        f"{name}: is not in this release: use backend='mask'", BackendUnavailable
-    ) as raised:
-        make_candidate_indexer("cuda", backend=name)
-    assert isinstance(raised.value, RuntimeError)
+    machine.capabilities = [next(c for c, names in FITTING.items() if name in names), (6, 1)]
+    for device in ("cuda:0", "cuda:1", "cpu", "meta"):
+        with refused(
+            f"{name}: is not in this release: use backend='mask'", BackendUnavailable
+        ) as raised:
+            make_candidate_indexer(device, backend=name)
+        assert isinstance(raised.value, RuntimeError)
 
 
 @pytest.mark.parametrize("name", WORDS)
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_gpu_backend_needs_a_gpu(name: str, device: str) -> None:
+def test_a_gpu_backend_needs_a_gpu(released: None, name: str, device: str) -> None:
     message = f"{name}: needs an NVIDIA GPU, the device is {device}: use backend='mask'"
     with refused(message, BackendUnavailable):
         make_candidate_indexer(device, backend=name)

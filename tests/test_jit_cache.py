@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiled files on disk: what is a hit, what is not, where things go. No real compiler runs."""
 
+import json
 import logging
 import os
 import shutil
@@ -95,6 +96,28 @@ def test_damaged_meta_is_a_miss(toolkit: FakeToolkit, damage: str | None) -> Non
         meta.unlink()
     else:
         meta.write_text(damage)
+    assert build().fresh
+    assert not build().fresh
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("resources", []),
+        ("resources", {"scale_1": 7}),
+        ("resources", {"scale_1": [1, 2]}),
+        ("resources", {"scale_1": [1, 2, "3"]}),
+        ("warnings", 7),
+        ("warnings", [7]),
+        ("built_by", None),
+        ("size", "12"),
+        ("sha256", 7),
+    ],
+)
+def test_meta_of_a_wrong_type_is_a_miss(toolkit: FakeToolkit, name: str, value: object) -> None:
+    path = path_of(build()).parent / "meta.json"
+    meta = json.loads(path.read_text())
+    path.write_text(json.dumps({**meta, name: value}))
     assert build().fresh
     assert not build().fresh
 
@@ -234,13 +257,74 @@ def test_mode_cached(root: Path, toolkit: FakeToolkit, monkeypatch: pytest.Monke
     with pytest.raises(JitError, match="scale for sm_90a is not in the cache") as caught:
         build()
     assert str(root) in str(caught.value)
-    assert "python -m sparse_indexer compile" in str(caught.value)
+    assert "hint: unset SPARSE_INDEXER_JIT" in str(caught.value)
+    assert "of scale there is: nothing" in str(caught.value)
+    assert "None" not in str(caught.value)
     assert not toolkit.calls
     assert not root.exists()
     monkeypatch.setenv("SPARSE_INDEXER_JIT", "auto")
     build()
     monkeypatch.setenv("SPARSE_INDEXER_JIT", "cached")
     assert not build().fresh
+
+
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PATH", "CXX", "CUDA_HOME"):
+        monkeypatch.setenv(name, "/nonexistent")
+    monkeypatch.setattr("sparse_indexer.jit.compilers.wheel_folders", lambda *names: iter(()))
+    monkeypatch.setattr("os.access", _without("/usr/local/cuda/bin/nvcc"))
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (12, 0)])
+@pytest.mark.parametrize("here", ["another compiler", "an older one", "none"])
+def test_mode_cached_takes_any_compiler_s(
+    toolkit: FakeToolkit, capability: tuple[int, int], here: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """12.0 is another target for an older one."""
+    device, host = build(capability), host_artifact(scale_kernel())
+    if here == "none":
+        no_compiler(monkeypatch)
+    for name in ("nvcc", "g++"):
+        with (toolkit.bin / name).open("a") as out:
+            out.write("# another version\n")
+    if here == "an older one":
+        header = toolkit.home / "include/cuda_runtime_api.h"
+        header.write_text("#define CUDART_VERSION  12080\n")
+    monkeypatch.setenv("SPARSE_INDEXER_JIT", "cached")
+    assert build(capability).data == device.data
+    assert host_artifact(scale_kernel()).data == host.data
+    if here != "none":
+        monkeypatch.setenv("SPARSE_INDEXER_JIT", "auto")
+        assert build(capability).fresh
+        assert host_artifact(scale_kernel()).fresh
+
+
+def test_no_compiler_takes_an_older_one_s_target(
+    toolkit: FakeToolkit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (toolkit.home / "include/cuda_runtime_api.h").write_text("#define CUDART_VERSION  12080\n")
+    older = build((12, 0))
+    assert older.meta["target"] == "sm_120a"
+    no_compiler(monkeypatch)
+    assert build((12, 0)).data == older.data
+
+
+def test_miss_says_what_there_is(
+    root: Path, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build((8, 0), sources)
+    shipped = root.rename(tmp_path / "shipped")
+    build((9, 0), sources)
+    host_artifact(scale_kernel(sources))
+    monkeypatch.setenv("SPARSE_INDEXER_CACHE_DIR", f"{root}:{shipped}")
+    monkeypatch.setenv("SPARSE_INDEXER_JIT", "cached")
+    (sources / "kernels/scale.h").write_text("// another")
+    with pytest.raises(JitError) as caught:
+        build((9, 0), sources)
+    _, places, there, _ = str(caught.value).splitlines()
+    assert places == f"  in: {root}, {shipped}"
+    want = "sm_80 by nvcc 12.9, sm_90a by nvcc 12.9 of other sources or flags"
+    assert there == f"  of scale there is: {want}"
 
 
 def test_mode_rebuild(toolkit: FakeToolkit, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,10 +473,7 @@ def test_lost_race_uses_its_own_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_compiler_at_all_still_hits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that was shipped a cache needs neither nvcc nor g++."""
     device, host = build(), host_artifact(scale_kernel())
-    for name in ("PATH", "CXX", "CUDA_HOME"):
-        monkeypatch.setenv(name, "/nonexistent")
-    monkeypatch.setattr("sparse_indexer.jit.compilers.wheel_folders", lambda *names: iter(()))
-    monkeypatch.setattr("os.access", _without("/usr/local/cuda/bin/nvcc"))
+    no_compiler(monkeypatch)
     assert build().data == device.data
     assert host_artifact(scale_kernel()).data == host.data
     with pytest.raises(JitError, match="there is no device compiler"):

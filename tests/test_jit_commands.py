@@ -2,6 +2,12 @@
 """What `compile`, `cache` and `doctor` do about kernels, with compilers that take no time."""
 
 import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +22,7 @@ from jit_support import (
 )
 from rich.console import Console
 
-from sparse_indexer.jit import Kernel, commands, doctor
+from sparse_indexer.jit import Kernel, cache, commands, doctor
 from sparse_indexer.jit.resources import Resources
 
 
@@ -75,6 +81,126 @@ def test_compile_to_a_folder(root: Path, tmp_path: Path, monkeypatch: pytest.Mon
     assert [(o.seconds, o.error) for o in outcomes] == [(None, None)] * 2
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("file", "a folder that can be written, or made"),
+        ("file/below", "a folder that can be written, or made"),
+        ("/proc/self/out", "a folder that can be written, or made"),
+        ("a:b", "a folder without ':' in its path"),
+        ("", "a folder"),
+    ],
+)
+def test_folder_that_cannot_be_filled(
+    name: str,
+    expected: str,
+    tmp_path: Path,
+    toolkit: FakeToolkit,
+    console: Console,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing goes elsewhere instead."""
+    before = dict(os.environ)
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("not a folder")
+    got = str(tmp_path / name) if ":" in name else name
+    message = re.escape(f"out: expected {expected}, got {got!r}")
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        commands.compile_command(console, "8.0", "topk", 1, name)
+    assert not toolkit.calls
+    assert sorted(os.listdir()) == ["file", "toolkit"]
+    assert os.environ == before
+
+
+def test_compile_that_keeps_nothing(
+    toolkit: FakeToolkit, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cache, "_write", full)
+    outcomes = commands.compile_kernels("8.0", [scale_kernel()], jobs=1)
+    assert commands.print_outcomes(console, outcomes) == 1
+    assert "cannot keep scale for sm_80, in " in text_of(console)
+
+
+def test_compile_with_nothing_but_the_cache(
+    toolkit: FakeToolkit, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hint is not to run what is running."""
+    monkeypatch.setenv("SPARSE_INDEXER_JIT", "cached")
+    outcomes = commands.compile_kernels("8.0", [scale_kernel()], jobs=1)
+    assert commands.print_outcomes(console, outcomes) == 1
+    assert text_of(console).count("hint: unset SPARSE_INDEXER_JIT") == 2
+
+
+def start_compile(toolkit: FakeToolkit, jobs: int) -> tuple["subprocess.Popen[str]", list[int]]:
+    """A `compile` whose compilers take a minute, in a group of its own, and their processes."""
+    toolkit.order("slow", "60")
+    command = ("-m", "sparse_indexer", "compile", "--arch", "8.0,9.0", "--kernels", "topk")
+    process = subprocess.Popen(
+        [sys.executable, *command, "-j", str(jobs)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    while len(toolkit.calls) < jobs:
+        assert process.poll() is None
+        time.sleep(0.02)
+    return process, [int(call.split()[0]) for call in toolkit.calls]
+
+
+def parent_of(process: int) -> int | None:
+    """`None` if it has ended."""
+    try:
+        state, parent = Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2].split()[:2]
+    except OSError:
+        return None
+    return None if state == "Z" else int(parent)
+
+
+@pytest.mark.parametrize(
+    ("number", "jobs", "group"),
+    [
+        (signal.SIGINT, 1, True),
+        (signal.SIGINT, 2, True),
+        (signal.SIGINT, 2, False),
+        (signal.SIGTERM, 2, False),
+        (signal.SIGKILL, 2, False),
+    ],
+)
+def test_compile_that_is_ended(
+    number: signal.Signals, jobs: int, group: bool, toolkit: FakeToolkit
+) -> None:
+    """At once, and with it its workers and their compilers."""
+    process, compilers = start_compile(toolkit, jobs)
+    others = {*compilers, *(parent_of(compiler) for compiler in compilers)} - {process.pid}
+    start = time.monotonic()
+    (os.killpg if group else os.kill)(process.pid, number)
+    out, err = process.communicate(timeout=60)
+    while any(parent_of(other) is not None for other in others if other is not None):
+        assert time.monotonic() - start < 10
+        time.sleep(0.02)
+    assert time.monotonic() - start < 10
+    if number == signal.SIGINT:
+        assert (process.returncode, out, err) == (130, "", "interrupted\n")
+    else:
+        assert process.returncode == -number
+
+
+def test_worker_that_is_killed(toolkit: FakeToolkit) -> None:
+    process, compilers = start_compile(toolkit, 2)
+    worker = parent_of(compilers[0])
+    assert worker is not None
+    os.kill(worker, signal.SIGKILL)
+    _, err = process.communicate(timeout=30)
+    assert parent_of(compilers[1]) is None
+    assert process.returncode == 1
+    assert err.startswith("error: a process that compiled was killed, perhaps for want of memory\n")
+    os.killpg(worker, signal.SIGKILL)  # its compiler
+
+
 def test_compile_that_fails(toolkit: FakeToolkit, console: Console) -> None:
     toolkit.order("fail", "nvcc fatal   : Unsupported gpu architecture 'sm_70'")
     outcomes = commands.compile_kernels("7.0", [scale_kernel()], jobs=1)
@@ -108,6 +234,8 @@ def test_compile_command_names_what_it_does_not_know(
     monkeypatch.setattr(commands, "all_kernels", lambda: {"scale": scale_kernel()})
     with pytest.raises(ValueError, match="kernels: expected some of scale, got 'sale'"):
         commands.compile_command(console, "8.0", "sale", None, None)
+    with pytest.raises(ValueError, match="kernels: expected some of scale, got ''"):
+        commands.compile_command(console, "8.0", "", None, None)
     with pytest.raises(ValueError, match="arch: expected compute capabilities like"):
         commands.compile_command(console, "sm_80", None, None, None)
     with pytest.raises(ValueError, match="arch: expected compute capabilities like"):
@@ -120,8 +248,8 @@ def test_compile_command(
     toolkit: FakeToolkit, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(commands, "all_kernels", lambda: {"scale": scale_kernel()})
-    assert commands.compile_command(console, "8.0,9.0", " scale ", 1, None) == 0
-    assert "sm_90a" in text_of(console)
+    assert commands.compile_command(console, "8.0,9.0", " scale ,scale", 1, None) == 0
+    assert text_of(console).count("sm_90a") == 1
 
 
 @needs_nvrtc
@@ -141,7 +269,14 @@ def test_compile_in_processes() -> None:
     ]
 
 
-def test_cache_command(root: Path, tmp_path: Path, toolkit: FakeToolkit, console: Console) -> None:
+def test_cache_command(
+    root: Path,
+    tmp_path: Path,
+    toolkit: FakeToolkit,
+    console: Console,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # where nothing fell back to
     commands.compile_kernels("8.0,9.0", [scale_kernel()], jobs=1)
     assert commands.cache_command(console, clear=False) == 0
     lines = text_of(console).splitlines()
@@ -150,6 +285,77 @@ def test_cache_command(root: Path, tmp_path: Path, toolkit: FakeToolkit, console
     assert commands.cache_command(console, clear=True) == 0
     assert text_of(console).splitlines()[-1] == f"cleared {root}"
     assert not list(root.iterdir())
+
+
+def test_cache_command_shows_all_that_is_used(
+    tmp_path: Path, toolkit: FakeToolkit, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `--clear` would clear, and read-only roots that are none."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("SPARSE_INDEXER_CACHE_DIR", "/proc/self/cache")
+    commands.compile_kernels("8.0", [scale_kernel()], jobs=1)
+    fallback = tmp_path / f"sparse_indexer-{os.getuid()}"
+    roots = f"/proc/self/cache:{fallback / 'v1'}:/nonexistent:{fallback}"
+    for value, kinds in {
+        "/proc/self/cache": ["", ", used where the first cannot be written"],
+        roots: [
+            "",
+            ", read-only, but has no v1 in it",
+            ", read-only, but there is no such folder",
+            ", read-only",
+        ],
+    }.items():
+        monkeypatch.setenv("SPARSE_INDEXER_CACHE_DIR", value)
+        console.file = io.StringIO()
+        commands.cache_command(console, clear=False)
+        lines = [line for line in text_of(console).splitlines() if not line.startswith("  ")]
+        places = value.split(":") if value == roots else [value, str(fallback)]
+        files = [2 if place == str(fallback) else 0 for place in places]
+        assert lines == [
+            f"{place}{kind}: {count} files, 0.0 MB"
+            for place, kind, count in zip(places, kinds, files, strict=True)
+        ]
+    commands.cache_command(console, clear=True)
+    assert text_of(console).splitlines()[-1] == f"cleared {fallback}"
+
+
+def test_doctor_says_what_variables_should_be(
+    root: Path, toolkit: FakeToolkit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = f"{root}:/nonexistent"
+    values = {
+        "CACHE_DIR": (folders, "a folder to write, then any to read, each after ':'"),
+        "COMPILER": ("clang", "'nvrtc' or 'nvcc'"),
+        "JIT": ("never", "'auto' or 'cached' or 'rebuild'"),
+        "LINEINFO": ("yes", "'0' or '1'"),
+        "SYNC": ("on", "'0' or '1'"),
+        "CACHE": ("x", "one of the names SPARSE_INDEXER_CACHE_DIR, SPARSE_INDEXER_COMPILER, "),
+    }
+    for name, (value, _) in values.items():
+        monkeypatch.setenv(f"SPARSE_INDEXER_{name}", value)
+    lines = [text for subject, text in doctor.report() if subject in ("set", "cache")]
+    assert "/nonexistent, read-only, but there is no such folder" in lines
+    for name, (value, expected) in values.items():
+        wanted = f"SPARSE_INDEXER_{name}={value}: expected {expected}"
+        assert any(line.startswith(wanted) for line in lines)
+    for name, value in {"CACHE_DIR": f":{root}", "JIT": "cached", "COMPILER": "nvcc"}.items():
+        monkeypatch.setenv(f"SPARSE_INDEXER_{name}", value)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(root.parent))
+    (root / "v1").mkdir(parents=True, exist_ok=True)
+    lines = [text for subject, text in doctor.report() if subject == "set"]
+    for wanted in (f"CACHE_DIR=:{root}", "JIT=cached", "COMPILER=nvcc"):
+        assert f"SPARSE_INDEXER_{wanted}" in lines
+
+
+def test_doctor_of_an_nvcc_without_gxx(
+    toolkit: FakeToolkit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    lines = doctor.report()
+    assert ("nvcc", "unusable without gcc and g++, not found on the PATH") in lines
+    assert ("fix", doctor.hints.NVCC_WITHOUT_GXX) in lines
+    monkeypatch.setenv("NVCC_CCBIN", "/opt/gcc")
+    assert ("fix", doctor.hints.NVCC_WITHOUT_GXX) not in doctor.report()
 
 
 def test_doctor(root: Path, toolkit: FakeToolkit, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,9 @@
 
 import re
 import struct
-import textwrap
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from jit_support import (
     NVCC,
     NVRTC,
@@ -21,9 +18,8 @@ from jit_support import (
     use_empty_cache,
 )
 
-from sparse_indexer import jit
 from sparse_indexer.errors import JitError
-from sparse_indexer.jit import Kernel, compilers, load
+from sparse_indexer.jit import Kernel, compilers
 from sparse_indexer.jit.artifacts import device_artifact, host_artifact
 from sparse_indexer.jit.kernel import all_kernels
 from sparse_indexer.jit.resources import Resources
@@ -84,29 +80,6 @@ def test_nvcc(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> N
     check_cubin(stored.data, TARGETS[capability])
     assert set(stored.meta["resources"]) == set(VARIANTS)
     assert stored.meta["built_by"].startswith("nvcc ")
-
-
-@needs_nvrtc
-@needs_gxx
-def test_example_of_the_guide(tmp_path: Path) -> None:
-    """The four files in the docstring of `sparse_indexer.jit` are an op."""
-    guide = jit.__doc__ or ""
-    names = re.findall(r"^`(\w+/double_rows\.\w+)`: ", guide, flags=re.MULTILINE)
-    assert len(names) == 4
-    for name in names:
-        text = guide.split(f"\n`{name}`: ")[1].split("\n\n    ", 1)[1]
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(textwrap.dedent("    " + re.split(r"\n\n(?! )", text)[0]) + "\n")
-    op: dict[str, Any] = {"torch": torch, "load": load}
-    op["Kernel"] = lambda name, variants: Kernel(name, variants, root=tmp_path)
-    exec((tmp_path / "ops/double_rows.py").read_text(), op)
-    assert device_artifact(op["KERNEL"], (9, 0)).fresh
-    x = torch.zeros(2, 3)
-    with pytest.raises(
-        ValueError, match=r"x: expected \[rows, columns\] float32 on cuda, got \[2,"
-    ):
-        op["double_rows"](x, times=2, out=x)
 
 
 @pytest.mark.parametrize("kernel", all_kernels().values(), ids=list(all_kernels()))
@@ -284,6 +257,50 @@ def test_wished_compiler_is_the_only_one(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("SPARSE_INDEXER_COMPILER", "clang")
     with pytest.raises(ValueError, match="SPARSE_INDEXER_COMPILER: expected 'nvrtc' or 'nvcc'"):
         compilers.find_device_compiler()
+
+
+@needs_nvrtc
+def test_home_that_cannot_be_written(tmp_path: Path) -> None:
+    """CuPy wants a folder below it, in which nothing of ours is kept."""
+    code = """
+    import os
+    before = dict(os.environ)
+    print(device_artifact(kernel, (9, 0)).fresh, dict(os.environ) == before)
+    """
+    environ = {"HOME": "/dev/null", "TMPDIR": str(tmp_path), "SPARSE_INDEXER_COMPILER": "nvrtc"}
+    assert run_python(code, environ) == "True True\n"
+    assert [f.name for f in tmp_path.glob("sparse_indexer-*/*")] == ["cupy"]
+    own = {**environ, "CUPY_CACHE_DIR": str(tmp_path / "own"), "SPARSE_INDEXER_JIT": "rebuild"}
+    assert run_python(code, own) == "True True\n"
+    assert (tmp_path / "own").is_dir()
+
+
+@both
+def test_source_that_is_not_utf_8(
+    compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPARSE_INDEXER_COMPILER", compiler)
+    kernel, text = write_kernel(tmp_path, ""), ODD.replace("BODY", "BODY  // caf\u00e9\n")
+    path = tmp_path / "kernels/odd.cuh"
+    path.write_bytes(text.replace("BODY", "p.x[0] = 1;").encode("latin-1"))
+    assert device_artifact(kernel, (8, 0)).fresh
+    path.write_bytes(text.replace("BODY", "p.x[0] = nowhere;").encode("latin-1"))
+    with pytest.raises(JitError, match='identifier "nowhere" is undefined'):
+        device_artifact(kernel, (8, 0))
+
+
+def test_kernel_without_its_host_entry(tmp_path: Path) -> None:
+    path = re.escape(str(tmp_path / "host/odd.cc"))
+    with pytest.raises(JitError, match=f"^cannot read the source {path}: No such file"):
+        host_artifact(write_kernel(tmp_path, ""))
+
+
+@pytest.mark.parametrize("command", ["g++ '-O2", 'g++ "-O2', "g++ \\"])
+def test_quotation_without_an_end(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", command)
+    message = re.escape(f"CXX: expected a command, quoted as in a shell, got {command!r}")
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        host_artifact(scale_kernel())
 
 
 def test_no_host_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from sparse_indexer.jit.hints import first_error, hint_for
 from sparse_indexer.jit.kernel import SOURCES, all_kernels
 from sparse_indexer.jit.parallel import max_jobs
 from sparse_indexer.jit.resources import Resources, parse_resources, parse_warnings
-from sparse_indexer.jit.targets import parse_arch, target_of
+from sparse_indexer.jit.targets import parse_arch, target_of, targets_of
 
 
 def test_unit() -> None:
@@ -25,9 +25,12 @@ def test_unit() -> None:
 
 
 def test_names_are_c_identifiers() -> None:
-    with pytest.raises(AssertionError, match="'top-k' is no C identifier"):
-        Kernel("top-k", {"a": "A"})
-    with pytest.raises(AssertionError, match="no variant"):
+    for word in ("top-k", "top k", "t\u00f6pk", "7", ""):
+        with pytest.raises(ValueError, match=f"^name: expected a C identifier, got '{word}'$"):
+            Kernel(word, {"a": "A"})
+        with pytest.raises(ValueError, match=f"^variants: expected a C identifier, got '{word}'$"):
+            Kernel("topk", {"a": "A", word: "A"})
+    with pytest.raises(ValueError, match=r"^variants: expected at least one of topk, got none$"):
         Kernel("topk", {})
 
 
@@ -70,9 +73,17 @@ def test_arch_as_people_write_it() -> None:
     assert parse_arch("9.0", (12, 9)) == ((9, 0), "sm_90a")
     assert parse_arch(" 10.0a", (12, 9)) == ((10, 0), "sm_100a")
     assert parse_arch("12.0f", (12, 8)) == ((12, 0), "sm_120f")
-    for text in ("sm_90", "9", "9.0x", ""):
-        with pytest.raises(ValueError, match=r"arch: expected compute capabilities like 8.0,9.0a"):
+    for text in ("sm_90", "9", "9.0x", "", "7.0a", "9.0f", "9.9", "6.1", "09.0", "\u0669.0"):
+        with pytest.raises(ValueError, match=r"arch: expected compute capabilities like") as caught:
             parse_arch(text, (12, 9))
+        assert "8.9, 9.0, 10.0, " in str(caught.value)
+        assert f"`a` from 9.0 on, `f` from 10.0 on, got {text!r}" in str(caught.value)
+
+
+def test_all_targets_that_a_gpu_takes() -> None:
+    assert targets_of((8, 6), (12, 8)) == ["sm_86"]
+    assert targets_of((12, 0), (12, 8)) == ["sm_120a", "sm_120f"]
+    assert targets_of((12, 0), (12, 9)) == ["sm_120f", "sm_120a"]
 
 
 def test_kernel_is_for_some_capabilities() -> None:
@@ -143,7 +154,18 @@ def test_resources_and_warnings_of_a_log() -> None:
             (12, 9),
             "must be for one CUDA major: pip install 'sparse-indexer[cuda12]'",
         ),
-        ("sh: 1: gcc: not found", "sm_80", (12, 9), "needs a host compiler"),
+        (
+            "error: CuPy cannot use NVRTC: [Errno 13] Permission denied: '/root'",
+            "sm_80",
+            (12, 9),
+            "set CUPY_CACHE_DIR",
+        ),
+        (
+            "sh: 1: gcc: not found",
+            "sm_80",
+            (12, 9),
+            "apt-get install g++ (dnf install gcc-c++), or set NVCC_CCBIN",
+        ),
         ("g++: error: unrecognized command-line option '-std=c++17'", "", None, "older than C++17"),
         ("a.cc:1: fatal error: tvm/ffi/any.h: No such file", "", None, "apache-tvm-ffi"),
         ("a.cc(1): error: something of our own", "sm_80", (12, 9), None),

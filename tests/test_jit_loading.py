@@ -2,6 +2,7 @@
 """`load` and `warmup` without a GPU: what is built when, once, and what is refused."""
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9 - device.index, 0))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(loading, "host_artifact", lambda kernel: Stored(b"", None, {}, False))
     monkeypatch.setattr(loading, "device_artifact", _cubin)
     monkeypatch.setattr(loading, "_open", lambda kernel, stored: host)
@@ -107,6 +109,37 @@ def test_warmup(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
         warmup(GPU[1], [hopper])
     with pytest.raises(ValueError, match="device: expected a CUDA device, got cpu"):
         warmup("cpu")
+
+
+def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    for device in ("cuda", GPU[0], "cpu"):
+        message = f"^device: expected an NVIDIA GPU that torch can use, got {device}$"
+        with pytest.raises(ValueError, match=message):
+            warmup(device)
+    with pytest.raises(ValueError, match=r"^device: expected an NVIDIA GPU .* got cuda:0$"):
+        load(scale_kernel(), GPU[0])
+
+
+@pytest.mark.parametrize("error", [JitError("no luck"), KeyboardInterrupt()])
+def test_warmup_that_fails_does_not_build_the_rest(
+    host: Host, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = []
+
+    def host_artifact(kernel: Kernel) -> Stored:
+        built.append(kernel.name)
+        if kernel.name == "first":
+            raise error
+        time.sleep(0.2)  # until the others are called off
+        return Stored(b"", None, {}, False)
+
+    monkeypatch.setattr(loading, "max_jobs", lambda: 1)
+    monkeypatch.setattr(loading, "host_artifact", host_artifact)
+    names = ("first", "second", "third", "fourth")
+    with pytest.raises(type(error)):
+        warmup(GPU[0], [Kernel(name, {"a": "A"}) for name in names])
+    assert built in (["first"], ["first", "second"])
 
 
 def test_range_of_capabilities_in_the_message(host: Host) -> None:

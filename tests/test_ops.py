@@ -1,51 +1,216 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Without a GPU: every op builds its host entry, which refuses a CPU tensor by name."""
+"""What every op says about arguments that it cannot take, on a machine without a GPU."""
 
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
-from jit_support import needs_gxx
+from jit_support import PretendCuda, needs_gxx
 
-from sparse_indexer import IndexKPool
+from sparse_indexer import FlatIndexK, IndexKPool
+from sparse_indexer.jit import load
 from sparse_indexer.jit.kernel import all_kernels
 from sparse_indexer.ops.block_keys import block_keys
 from sparse_indexer.ops.candidate_table import candidate_table
 from sparse_indexer.ops.index_k import index_k
 from sparse_indexer.ops.topk import topk
 
-INTS = torch.zeros(2, dtype=torch.int32)
-TABLE = torch.zeros(2, 8, dtype=torch.int32)
-FLOATS = torch.zeros(2, 8)
-POOL = IndexKPool.empty(1, 64, "fp8")
 
-CALLS = {
+def cuda(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=dtype).as_subclass(PretendCuda)
+
+
+def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.as_subclass(torch.Tensor)
+
+
+INTS, TABLE = cuda(2), cuda(2, 8)
+FLOATS, BYTES = cuda(2, 8, dtype=torch.float32), cuda(2, 128, dtype=torch.uint8)
+SCALES = cuda(2, dtype=torch.float32)
+OUTPUTS = {"out_starts": INTS, "out_values": BYTES, "out_scales": SCALES}
+POOL = IndexKPool(cuda(1, 8448, dtype=torch.uint8), 64, "fp8")
+FLAT = FlatIndexK(cuda(2, 128, dtype=torch.float8_e4m3fn), SCALES, "fp8")
+
+# An op and arguments that it takes.
+CALLS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
     "topk": (
-        lambda: topk(FLOATS, INTS, out=TABLE),
-        r"keys: expected \[rows, width\] float32 or bfloat16 on cuda, got \[2, 8\] float32 on cpu",
+        topk,
+        {"keys": FLOATS, "lens": INTS, "out": TABLE, "per_column": 1, "force_last": False}
+        | {"blocks": TABLE, "request_of_row": INTS, "page_table": TABLE, "page_size": 8},
+    ),
+    "topk, flat": (
+        topk,
+        {"keys": FLOATS, "lens": INTS, "out": TABLE}
+        | {"request_of_row": INTS, "request_starts": INTS},
     ),
     "block_keys": (
-        lambda: block_keys(FLOATS, INTS, out=FLOATS),
-        r"logits: expected \[rows, width\] float32 or bfloat16 on cuda, got \[2, 8\]",
+        block_keys,
+        {"logits": FLOATS, "lens": INTS, "out": FLOATS[:, :1], "skip_blocks": 1},
     ),
     "candidate_table": (
-        lambda: candidate_table(TABLE, INTS, out_blocks=TABLE, out_lens=INTS),
-        r"selected: expected \[source rows, n\] int32 on cuda, got \[2, 8\] int32 on cpu",
+        candidate_table,
+        {"selected": TABLE, "compressed_lens": INTS, "out_blocks": TABLE, "out_lens": INTS}
+        | {"rows": INTS.long(), "request_of_row": INTS, "page_table": TABLE, "page_size": 8}
+        | {"out_slots": TABLE},
     ),
-    "index_k": (
-        lambda: index_k(
-            POOL, TABLE, lens=INTS, max_len=1, out_starts=INTS, out_values=FLOATS, out_scales=FLOATS
-        ),
-        r"pages: expected \[num_pages, 8448\] uint8 on cuda, got \[1, 8448\] uint8 on cpu",
+    "index_k": (index_k, {"keys": POOL, "where": TABLE, "lens": INTS, "max_len": 1} | OUTPUTS),
+    "index_k, flat": (
+        index_k,
+        {"keys": FLAT, "where": INTS, "lens": INTS, "max_len": 1} | OUTPUTS,
+    ),
+}
+ARGUMENTS = [(name, argument) for name, (_, given) in CALLS.items() for argument in given]
+TENSORS = [(n, a) for n, a in ARGUMENTS if isinstance(CALLS[n][1][a], torch.Tensor)]
+NUMBERS = [(n, a) for n, a in ARGUMENTS if isinstance(CALLS[n][1][a], int)]
+
+
+@pytest.fixture
+def entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host entries that are said to be loaded on cuda:63, without any kernel."""
+    for kernel in all_kernels().values():
+        monkeypatch.setitem(kernel.loaded, INTS.device, load(kernel, torch.device("cpu")))
+
+
+def refusal(name: str, **wrong: object) -> str:
+    """What the `ValueError` of an op says that is given these instead of good arguments."""
+    op, given = CALLS[name]
+    with pytest.raises(ValueError, match=r": expected .*, got ") as caught:
+        op(**given | wrong)
+    assert caught.value.__suppress_context__ or caught.value.__context__ is None
+    return str(caught.value)
+
+
+@needs_gxx
+@pytest.mark.usefixtures("entries")
+@pytest.mark.parametrize("name", CALLS)
+def test_good_arguments_are_checked_up_to_the_launch(name: str) -> None:
+    op, given = CALLS[name]
+    with pytest.raises(RuntimeError, match="kernels are not loaded on cuda:63"):
+        op(**given)
+
+
+@needs_gxx
+@pytest.mark.usefixtures("entries")
+@pytest.mark.parametrize(("name", "argument"), TENSORS)
+def test_a_tensor_of_the_cpu_is_refused_by_name(name: str, argument: str) -> None:
+    """By the host entry, with the shape that it expects, whichever the argument is."""
+    message = refusal(name, **{argument: on_cpu(CALLS[name][1][argument])})
+    assert re.match(
+        rf"{argument}: expected \[.*\] \w+.* on cuda(:63)?, got \[.*\] .* on cpu$", message
+    )
+
+
+@needs_gxx
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("topk", "keys: expected [rows, width] float32 or bfloat16 on cuda, got [2, 8] float32"),
+        ("block_keys", "logits: expected [rows, width] float32 or bfloat16 on cuda, got [2, 8]"),
+        ("candidate_table", "selected: expected [source rows, n] int32 on cuda, got [2, 8] int32"),
+        ("index_k", "keys pages: expected [num_pages, 8448] uint8 on cuda, got [1, 8448] uint8"),
+        ("index_k, flat", "keys values: expected [columns, 128] uint8 on cuda, got [2, 128] uint8"),
+    ],
+)
+def test_all_tensors_of_the_cpu(name: str, message: str) -> None:
+    given = {k: on_cpu(v) if isinstance(v, torch.Tensor) else v for k, v in CALLS[name][1].items()}
+    if "keys" in given and given["keys"] is POOL:
+        given["keys"] = IndexKPool(on_cpu(POOL.pages), 64, "fp8")
+    if "keys" in given and given["keys"] is FLAT:
+        given["keys"] = FlatIndexK(on_cpu(FLAT.values), on_cpu(SCALES), "fp8")
+    assert refusal(name, **given).startswith(message)
+
+
+NO_TENSORS = {
+    "list": ([1, 2], "a list"),
+    "str": ("keys", "'keys'"),
+    "object": (object(), "a object"),
+    "of another library": (SimpleNamespace(device=1.5), "a SimpleNamespace"),
+    "array": (np.zeros((2, 8), np.int32), "a ndarray"),
+    "array of objects": (np.array([None]), "a ndarray"),
+    "meta": (torch.zeros(2, 8, device="meta"), "[2, 8] float32 on meta"),
+    "sparse": (torch.zeros(2, 8).to_sparse(), "[2, 8] float32 sparse_coo on cpu"),
+    "no numbers": (torch.empty(2, dtype=torch.bits8), "[2] bits8 on cpu"),
+    "nested": (
+        torch.nested.nested_tensor([torch.zeros(2)], layout=torch.jagged),
+        "a nested tensor on cpu",
     ),
 }
 
 
 @needs_gxx
-@pytest.mark.parametrize("name", CALLS)
-def test_a_cpu_tensor_is_refused_by_name(name: str) -> None:
-    call, message = CALLS[name]
-    with pytest.raises(ValueError, match=message):
-        call()
+@pytest.mark.usefixtures("entries")
+@pytest.mark.parametrize(("name", "argument"), TENSORS)
+def test_what_is_no_tensor_is_refused_by_name(name: str, argument: str) -> None:
+    optional = inspect.signature(CALLS[name][0]).parameters[argument].default is None
+    expected = "a dense CUDA tensor" + (" or None" if optional else "")
+    for wrong, got in NO_TENSORS.values():
+        assert refusal(name, **{argument: wrong}) == f"{argument}: expected {expected}, got {got}"
+    if not optional:
+        assert refusal(name, **{argument: None}) == f"{argument}: expected {expected}, got None"
+
+
+@needs_gxx
+@pytest.mark.usefixtures("entries")
+@pytest.mark.parametrize(("name", "argument"), NUMBERS)
+def test_what_is_no_number_is_refused_by_name(name: str, argument: str) -> None:
+    kind = "Python bool" if argument == "force_last" else "64-bit int"
+    wrong = [1.5, None, "8", [8], 1 << 70, np.float32(8), torch.tensor(8)]
+    got = ["1.5", "None", "'8'", "a list", str(1 << 70), "a float32", "[] int64 on cpu"]
+    for value, text in zip(wrong, got, strict=True):
+        message = refusal(name, **{argument: value})
+        assert message == f"{argument}: expected a {kind}, got {text}"
+
+
+@needs_gxx
+@pytest.mark.usefixtures("entries")
+def test_keys_of_index_k() -> None:
+    for wrong in (None, [1], BYTES):
+        message = refusal("index_k", keys=wrong)
+        assert message.startswith("keys: expected an IndexKPool or FlatIndexK, got ")
+    pool = IndexKPool.empty(1, 64, "fp8", device="meta")
+    assert refusal("index_k", keys=pool) == (
+        "keys pages: expected a dense CUDA tensor, got [1, 8448] uint8 on meta"
+    )
+
+
+@needs_gxx
+@pytest.mark.usefixtures("entries")
+def test_a_tensor_without_memory() -> None:
+    """As torch.compile and sharded parameters have them."""
+    lens = cuda(2)
+    lens.untyped_storage().resize_(0)
+    assert refusal("topk", lens=lens) == "lens: expected a tensor with memory, got a null pointer"
+
+
+@needs_gxx
+@pytest.mark.usefixtures("entries")
+def test_a_complex_tensor_is_described() -> None:
+    lens = torch.zeros(2, dtype=torch.complex64)
+    assert (
+        refusal("topk", lens=lens)
+        == "lens: expected [2] int32 on cuda:63, got [2] complex64 on cpu"
+    )
+
+
+def test_without_a_compiler_the_tensor_is_to_blame(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine that has neither a GPU nor g++."""
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("SPARSE_INDEXER_CACHE_DIR", str(tmp_path))
+    for kernel in all_kernels().values():
+        monkeypatch.delitem(kernel.loaded, torch.device("cpu"), raising=False)
+    logits = torch.zeros(2, 8)
+    assert refusal("block_keys", logits=logits) == (
+        "logits: expected a dense CUDA tensor, got [2, 8] float32 on cpu"
+    )
 
 
 def test_all_ops_are_found() -> None:
-    assert set(all_kernels()) == set(CALLS)
+    assert set(all_kernels()) == {op.__name__ for op, _ in CALLS.values()}

@@ -57,3 +57,11 @@ def test_the_support_matrix_is_the_factorys() -> None:
     states = dict(re.findall(r"^\| `(\w+)` \|.*\| (ready|not yet) \|$", README, re.MULTILINE))
     want = {n: "not yet" if spec.make is None else "ready" for n, spec in BACKENDS.items()}
     assert states == want
+
+
+def test_the_variables_are_those_that_the_code_reads() -> None:
+    root = Path(__file__).parents[1]
+    sources = [p for folder in ("src", "jit_csrc") for p in (root / folder).rglob("*.*")]
+    texts = [p.read_text() for p in sources if p.suffix in (".py", ".h", ".cc", ".cuh")]
+    read = {name for text in texts for name in re.findall(r'"(SPARSE_INDEXER_[A-Z_]+)"', text)}
+    assert set(re.findall(r"^\| `(SPARSE_INDEXER_\w+)` \|", README, re.MULTILINE)) == read

@@ -84,18 +84,18 @@ void index_k_paged(TensorView pages, int64_t format, bool interleaved, int64_t p
                    TensorView out_values, TensorView out_scales) {
   const Format& from = format_of(format);
   const int bytes = from.value_bytes + from.scale_bytes;
-  expect_int("page_size", page_size, 8, INT32_MAX / bytes);
+  expect_int("keys page_size", page_size, 8, INT32_MAX / bytes);
   Size num_pages("num_pages"), requests("requests"), max_pages("max_pages");
   Device device;
   const int64_t elements = page_size * bytes * 8 / from.pages.bits;
-  Match("pages")
+  Match("keys pages")
       .shape({num_pages, elements})
       .dtype(from.pages)
       .on(device)
       .last_dim_contiguous()
       .aligned(4)
       .check(pages);
-  Match("page_table")
+  Match("where")
       .shape({requests, max_pages})
       .dtype(int32)
       .on(device)
@@ -124,23 +124,23 @@ void index_k_flat(TensorView values, Optional<TensorView> scales, int64_t format
   Size columns("columns"), requests("requests");
   Device device;
   const int width = from.value_bytes * 8 / from.pages.bits;
-  Match("values")
+  Match("keys values")
       .shape({columns, width})
       .dtype(from.pages)
       .on(device)
       .last_dim_contiguous()
       .aligned(4)
       .check(values);
-  Match("key_starts").shape({requests}).dtype(int32).on(device).contiguous().check(key_starts);
+  Match("where").shape({requests}).dtype(int32).on(device).contiguous().check(key_starts);
   IndexKParams params{};
   params.values = data<const uint8_t>(values);
   params.value_step = static_cast<int32_t>(values.stride(0) * from.pages.bits / 8);
   if (scales.has_value() != (from.scale_bytes != 0)) {
-    bad_argument("scales", from.scale_bytes != 0 ? "a tensor" : "None",
+    bad_argument("keys scales", from.scale_bytes != 0 ? "a tensor" : "None",
                  scales.has_value() ? "a tensor" : "None");
   }
   if (scales.has_value()) {
-    Match("scales")
+    Match("keys scales")
         .shape({columns})
         .dtype(from.value_bytes == 64 ? int32 : float32)
         .on(device)

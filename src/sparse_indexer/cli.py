@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import io
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -131,7 +132,7 @@ def compile_(
     kernels: Annotated[str | None, typer.Option(help="Some of them; default: all.")] = None,
     jobs: Annotated[int | None, typer.Option("--jobs", "-j", help="Compilers at once.")] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="A cache to ship, instead of your own.")
+        str | None, typer.Option(metavar="DIR", help="A cache to ship, instead of your own.")
     ] = None,
 ) -> None:
     """Compile the kernels now, for GPUs that need not be here."""
@@ -175,11 +176,14 @@ def _progress(console: Console) -> Iterator[OnProgress]:
 
 @contextmanager
 def _clean_errors() -> Iterator[None]:
-    """A caller's mistake, or what is missing here, is said in red, and exit code 1."""
-    from sparse_indexer.errors import BackendUnavailable, JitError
-
+    """A caller's mistake, or what is missing here, is said in red, exit code 1; Ctrl-C has 130."""
     try:
+        from sparse_indexer.errors import BackendUnavailable, JitError
+
         yield
+    except KeyboardInterrupt:
+        _console(stderr=True).print("interrupted")
+        raise typer.Exit(128 + signal.SIGINT) from None
     except (ValueError, OSError, ImportError, BackendUnavailable, JitError) as error:
         message = f"error: {error}"  # of several lines only if a compiler had its say
         if not isinstance(error, JitError):

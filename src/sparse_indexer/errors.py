@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from numbers import Integral
 from types import EllipsisType
+from typing import get_args, get_type_hints
 
+import msgspec
 import torch
 
 
@@ -19,8 +23,11 @@ class JitError(RuntimeError):
 def describe(value: object) -> str:
     """How a value is written in a message: tensors by shape, dtype and device."""
     if isinstance(value, torch.Tensor):
-        dtype = str(value.dtype).removeprefix("torch.")
-        return f"{list(value.shape)} {dtype} on {value.device}"
+        if value.is_nested:
+            return f"a nested tensor on {value.device}"
+        kinds = [value.dtype] if value.layout == torch.strided else [value.dtype, value.layout]
+        words = " ".join(str(kind).removeprefix("torch.") for kind in kinds)
+        return f"{list(value.shape)} {words} on {value.device}"
     if isinstance(value, (str, int, float, bool, type(None))):
         return repr(value)
     return f"a {type(value).__name__}"
@@ -87,3 +94,62 @@ def expect_int(argument: str, value: object, low: int, high: int | None = None) 
         bound = f"at least {low}" if high is None else f"{low} to {high}"
         raise mismatch(argument, f"an int of {bound}", str(value))
     return value
+
+
+_KINDS = {
+    torch.Tensor: "dense CUDA tensor",
+    int: "64-bit int",
+    bool: "Python bool",
+    type(None): "None",
+}
+
+
+def blame_argument(error: Exception, op: Callable[..., None], given: Mapping[str, object]) -> None:
+    """After an `error` of `op`, so that a call that works pays nothing: is an argument to blame?
+
+    Annotations are types that `isinstance` takes.
+
+    Raises:
+        ValueError: one is not what its annotation says. Or a tensor is not on a GPU, unless `error`
+            is a `ValueError`, which says more.
+    """
+    arguments = list(_arguments(op, given))
+    for fits in (_is_of,) if isinstance(error, ValueError) else (_is_of, _is_on_gpu):
+        for name, value, hint in arguments:
+            if not fits(value, hint):
+                kinds = [_KINDS.get(kind, kind.__name__) for kind in get_args(hint) or (hint,)]
+                article = "an" if kinds[0][0] in "AEIOU" else "a"
+                expected = f"{article} {' or '.join(kinds)}"
+                raise mismatch(name, expected, describe(value)) from None
+
+
+def _arguments(
+    op: Callable[..., None], given: Mapping[str, object]
+) -> Iterator[tuple[str, object, type]]:
+    """(name, value, annotated type) of each argument, and of the tensors in a struct."""
+    for name, hint in get_type_hints(op).items():
+        if name not in given:  # the result
+            continue
+        value = given[name]
+        yield name, value, hint
+        if isinstance(value, msgspec.Struct):
+            for field, part in msgspec.structs.asdict(value).items():
+                if isinstance(part, torch.Tensor):
+                    yield f"{name} {field}", part, torch.Tensor
+
+
+def _is_of(value: object, hint: type) -> bool:
+    import tvm_ffi
+
+    if hint in (int, bool):  # either is taken for the other
+        return isinstance(value, Integral) and -(1 << 63) <= int(value) < 1 << 63
+    if isinstance(value, torch.Tensor):
+        try:
+            tvm_ffi.from_dlpack(value.detach())
+        except (BufferError, RuntimeError):  # meta, sparse, nested, quantized
+            return False
+    return isinstance(value, hint)
+
+
+def _is_on_gpu(value: object, hint: type) -> bool:
+    return not isinstance(value, torch.Tensor) or value.device.type == "cuda"

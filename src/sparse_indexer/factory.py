@@ -80,14 +80,14 @@ def why_not(name: str, device: torch.device) -> str | None:
     spec = BACKENDS[name]
     if name == "mask":
         return None
+    if spec.make is None:
+        return "is not in this release: use backend='mask'"
     if device.type != "cuda":
         return f"needs an NVIDIA GPU, the device is {device}: use backend='mask'"
     capability = torch.cuda.get_device_capability(device)
     if not spec.runs_on(capability):
         have = f"{device} has {capability[0]}.{capability[1]}"
         return f"is for compute capability {spec.capabilities}, {have}: use backend='auto'"
-    if spec.make is None:
-        return "is not in this release: use backend='mask'"
     return None
 
 

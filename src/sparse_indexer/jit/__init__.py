@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels compiled at their first call: four files an op, and how to write them.
 
+In the library the first three are in `jit_csrc/` and the last in `src/sparse_indexer/ops/`. In a
+project of yours they may be anywhere; here `double_rows.py` is beside `kernels/` and `host/`.
+
 `kernels/double_rows.h`: what host and device share, in C++17 without CUDA types. Functions that
 both call are `constexpr`.
 
+    #pragma once
     #include "sparse_indexer/cstdint.h"
     struct DoubleRowsParams {
       const float* x;    // [rows, columns], row stride x_stride
@@ -44,6 +48,7 @@ neither the host's headers nor <cuda_runtime.h>.
       Match("x").shape({rows, columns}).dtype(float32).on(device).last_dim_contiguous().check(x);
       Match("out").shape({rows, columns}).dtype(float32).on(device).contiguous().check(out);
       expect_int("columns", columns, 0, INT32_MAX);
+      if (times != 2 && times != 4) bad_argument("times", "2 or 4", std::to_string(times));
       DoubleRowsParams params{data<const float>(x), data<float>(out), x.stride(0),
                               static_cast<int32_t>(columns)};
       Launch(times == 2 ? "double_rows_2" : "double_rows_4", device)
@@ -53,14 +58,30 @@ neither the host's headers nor <cuda_runtime.h>.
     SPARSE_INDEXER_MODULE();              // once a file
     SPARSE_INDEXER_EXPORT(double_rows);   // once an entry
 
-`ops/double_rows.py`: one function. The library finds `KERNEL` there, for `warmup` and `compile`.
+`double_rows.py`: one function.
+
+    from __future__ import annotations
+
+    from pathlib import Path
+
+    import torch
+
+    from sparse_indexer.errors import blame_argument
+    from sparse_indexer.jit import Kernel, load
 
     KERNEL = Kernel(
-        "double_rows", {"double_rows_2": "DoubleRows<2>", "double_rows_4": "DoubleRows<4>"}
+        "double_rows",
+        {"double_rows_2": "DoubleRows<2>", "double_rows_4": "DoubleRows<4>"},
+        root=Path(__file__).parent,  # holds kernels/ and host/; leave it out in the library
     )
 
     def double_rows(x: torch.Tensor, *, times: int, out: torch.Tensor) -> None:
-        load(KERNEL, x.device).double_rows(x, times, out)
+        # `times` times `x`, for 2 and 4.
+        try:
+            load(KERNEL, x.device).double_rows(x, times, out)
+        except Exception as error:  # names what the host entry never saw: None, a list, 1.5
+            blame_argument(error, double_rows, locals())
+            raise
 
 Good to know:
 
@@ -76,9 +97,12 @@ Good to know:
   `SPARSE_INDEXER_LINEINFO=1` is for profilers; `SPARSE_INDEXER_COMPILER=nvcc` takes the other
   compiler, which every kernel must pass, too.
 - `python -m sparse_indexer compile --arch 7.0,9.0a --kernels double_rows` needs no GPU, and shows
-  registers and spills. `Kernel(..., capabilities=(90, 90))` limits a kernel to some GPUs.
+  registers and spills. It knows the kernels at the level of a module of `sparse_indexer.ops` and no
+  others, and so does `warmup(device)`. For yours there are `warmup(device, [KERNEL])` and, in
+  `sparse_indexer.jit.commands`, `compile_kernels("7.0,9.0a", [KERNEL], jobs=1)`.
+- `Kernel(..., capabilities=(90, 90))` limits a kernel to some GPUs.
 - Checks can be tested without a GPU: for the CPU `load` gives the entries, which refuse CPU tensors
-  by name.
+  by name. `PretendCuda` of `tests/jit_support.py` gets past the first tensor.
 """
 
 from sparse_indexer.jit.kernel import Kernel

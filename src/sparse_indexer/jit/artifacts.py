@@ -23,9 +23,9 @@ from sparse_indexer.jit.compilers import find_device_compiler, find_host_compile
 from sparse_indexer.jit.fingerprint import digest
 from sparse_indexer.jit.kernel import SOURCES, Kernel
 from sparse_indexer.jit.lock import lock
-from sparse_indexer.jit.places import SCHEMA, roots, workspace
+from sparse_indexer.jit.places import SCHEMA, all_roots, workspace
 from sparse_indexer.jit.resources import parse_resources, parse_warnings
-from sparse_indexer.jit.targets import target_of
+from sparse_indexer.jit.targets import targets_of
 
 _log = logging.getLogger("sparse_indexer")
 _MODES = ("auto", "cached", "rebuild")
@@ -45,21 +45,27 @@ def device_artifact(
     """
     search = find_device_compiler()
     compiler = search.found
-    if target is None:
-        target = target_of(capability, compiler.version if compiler else (12, 9))
-    source = digest(
-        *(SCHEMA, target, kernel.unit, *build.device_flags()),
-        *_contents(kernel, (".h", ".cuh")),
-    )
-    entry = Entry(target, kernel.name, "kernel.cubin", source, compiler and compiler.identity)
+    version = compiler.version if compiler else (12, 9)
+    targets = [target] if target else targets_of(capability, version)
+    contents = [kernel.unit, *build.device_flags(), *_contents(kernel, (".h", ".cuh"))]
+    entries = [
+        Entry(
+            name,
+            kernel.name,
+            "kernel.cubin",
+            digest(SCHEMA, name, *contents),
+            compiler and compiler.identity,
+        )
+        for name in targets
+    ]
 
     def make(staging: Path, log: Path | None) -> Built:
         if compiler is None:
-            title = f"{kernel.name} for {target}: there is no device compiler"
+            title = f"{kernel.name} for {targets[0]}: there is no device compiler"
             raise build.missing(title, search.places, hints.NO_DEVICE_COMPILER)
-        return build.compile_device(kernel, target, compiler, staging, log)
+        return build.compile_device(kernel, targets[0], compiler, staging, log)
 
-    return _fetch(entry, make, compiler.label if compiler else "")
+    return _fetch(entries, make, compiler.label if compiler else "")
 
 
 def host_artifact(kernel: Kernel) -> Stored:
@@ -74,7 +80,7 @@ def host_artifact(kernel: Kernel) -> Stored:
     source = digest(
         *(SCHEMA, machine, tvm_ffi.__version__, *build.HOST_FLAGS),
         *_contents(kernel, (".h",)),
-        kernel.host_source.read_text(),
+        _text(kernel.host_source),
     )
     entry = Entry(machine, kernel.name, "host.so", source, compiler and compiler.identity)
 
@@ -85,16 +91,25 @@ def host_artifact(kernel: Kernel) -> Stored:
             raise build.missing(title, places, hints.NO_HOST_COMPILER)
         return build.compile_host(kernel, compiler, staging, log)
 
-    return _fetch(entry, make, " ".join(compiler.command) if compiler else "")
+    return _fetch([entry], make, " ".join(compiler.command) if compiler else "")
 
 
-def _fetch(entry: Entry, make: Callable[[Path, Path | None], Built], compiler: str) -> Stored:
-    """The entry from the cache; else built and kept, as `SPARSE_INDEXER_JIT` allows."""
+def _fetch(
+    entries: list[Entry], make: Callable[[Path, Path | None], Built], compiler: str
+) -> Stored:
+    """The first entry from the cache; else built and kept, as `SPARSE_INDEXER_JIT` allows.
+
+    Where nothing can be built, any of them will do, whichever compiler it is from.
+    """
+    entry = entries[0]
     mode = os.environ.get("SPARSE_INDEXER_JIT") or "auto"
     if mode not in _MODES:
         raise mismatch("SPARSE_INDEXER_JIT", " or ".join(map(repr, _MODES)), repr(mode))
     rebuild = mode == "rebuild" and entry not in _rebuilt
-    stored = None if rebuild else cache.find(entry)
+    wanted = [entry]
+    if mode == "cached" or entry.compiler is None:
+        wanted += [other._replace(compiler=None) for other in entries]
+    stored = None if rebuild else cache.find(*wanted)
     if stored:
         return stored
     if mode == "cached":
@@ -123,13 +138,20 @@ def _fetch(entry: Entry, make: Callable[[Path, Path | None], Built], compiler: s
 
 
 def _not_cached(entry: Entry) -> JitError:
-    writable, read_only = roots()
-    places = ", ".join(map(str, (writable, *read_only)))
+    there = set()
+    for file in (file for root in all_roots() for file in cache.entries(root)):
+        own = (file.name, file.parents[1].name) == (entry.file, entry.kernel)
+        stored = cache.read(file.parent, file.name) if own else None
+        if stored:
+            target = file.parents[2].name
+            other = " of other sources or flags" if target == entry.target else ""
+            there.add(f"{target} by {stored.meta['built_by']}{other}")
     return JitError(
         f"{entry.kernel} for {entry.target} is not in the cache, and SPARSE_INDEXER_JIT=cached\n"
-        f"  looked for: {entry.target}/{entry.kernel}/{entry.source}-{entry.compiler}\n"
-        f"  in: {places}\n"
-        "  hint: fill it with `python -m sparse_indexer compile`, by the same version and compiler"
+        f"  in: {', '.join(map(str, all_roots()))}\n"
+        f"  of {entry.kernel} there is: {', '.join(sorted(there)) or 'nothing'}\n"
+        "  hint: unset SPARSE_INDEXER_JIT, to compile it here, or to fill the cache with "
+        "`python -m sparse_indexer compile` of this very version"
     )
 
 
@@ -139,4 +161,12 @@ def _contents(kernel: Kernel, suffixes: tuple[str, ...]) -> Iterable[str]:
         for path in sorted(root.rglob("*")):
             if path.suffix in suffixes and path.is_file():
                 yield path.relative_to(root).as_posix()
-                yield path.read_text()
+                yield _text(path)
+
+
+def _text(source: Path) -> str:
+    """All of a source, in any encoding."""
+    try:
+        return source.read_bytes().decode("utf-8", "surrogateescape")
+    except OSError as error:
+        raise JitError(f"cannot read the source {source}: {error.strerror}") from error

@@ -9,15 +9,20 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
+import sys
 import tempfile
+import threading
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sparse_indexer.errors import JitError
 from sparse_indexer.jit.compilers import DeviceCompiler, HostCompiler
 from sparse_indexer.jit.hints import first_error, hint_for
 from sparse_indexer.jit.kernel import Kernel
+from sparse_indexer.jit.places import temporary_root, variable
 from sparse_indexer.jit.resources import FLAG
+
+_importing = threading.Lock()
 
 # Neither -use_fast_math nor any part of it: kernels agree with the oracle to the bit.
 _COMMON_FLAGS = ("-std=c++17", FLAG)
@@ -95,18 +100,43 @@ def compile_host(kernel: Kernel, compiler: HostCompiler, staging: Path, log: Pat
 
 def _run_nvrtc(unit: str, name: str, flags: tuple[str, ...]) -> Built:
     try:
-        from cupy.cuda import nvrtc
-
+        nvrtc = _import_nvrtc()
         program = nvrtc.createProgram(unit, name, [], [])
     except (ImportError, OSError, RuntimeError) as error:
         return Built(b"", f"error: CuPy cannot use NVRTC: {error}")
     try:
         nvrtc.compileProgram(program, flags)
-        return Built(nvrtc.getCUBIN(program), nvrtc.getProgramLog(program))
+        return Built(nvrtc.getCUBIN(program), _log_of(nvrtc, program))
     except nvrtc.NVRTCError as error:
-        return Built(b"", nvrtc.getProgramLog(program) or f"error: {error}")
+        return Built(b"", _log_of(nvrtc, program) or f"error: {error}")
     finally:
         nvrtc.destroyProgram(program)
+
+
+def _log_of(nvrtc: Any, program: Any) -> str:
+    try:
+        return str(nvrtc.getProgramLog(program))
+    except UnicodeDecodeError as error:  # it quotes a source
+        return error.object.decode(errors="replace")
+
+
+def _import_nvrtc() -> Any:
+    """CuPy's binding.
+
+    CuPy makes a folder for a cache of its own when it is imported, and fails where that is not to
+    be had. Nothing of ours goes there, so in that case it gets another one.
+    """
+    with _importing:
+        folder = None
+        if "cupy" not in sys.modules and "CUPY_CACHE_DIR" not in os.environ:
+            try:
+                os.makedirs(os.path.expanduser("~/.cupy/kernel_cache"), exist_ok=True)
+            except OSError:
+                root = temporary_root(make=True)
+                folder = str(root / "cupy") if root else None
+        with variable("CUPY_CACHE_DIR", folder):  # for the import: the variable is the caller's
+            from cupy.cuda import nvrtc
+    return nvrtc
 
 
 def _run(command: tuple[str, ...], out: Path) -> Built:

@@ -11,12 +11,15 @@ written in a staging folder and renamed to its name, so a builder may be killed 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import os
 import shutil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
+
+import msgspec
 
 from sparse_indexer.jit.places import (
     SCHEMA,
@@ -26,6 +29,7 @@ from sparse_indexer.jit.places import (
     roots,
     temporary_root,
 )
+from sparse_indexer.jit.resources import Resources
 
 _log = logging.getLogger("sparse_indexer")
 
@@ -40,7 +44,7 @@ class Entry(NamedTuple):
     kernel: str
     file: str  # kernel.cubin or host.so
     source: str  # hash of what is compiled, and of the flags
-    compiler: str | None  # hash of the compiler; None: there is none here, so any will do
+    compiler: str | None  # hash of the compiler; None: any will do
 
     def folder(self, root: Path) -> Path:
         """Where it is below a root."""
@@ -56,15 +60,25 @@ class Stored(NamedTuple):
     fresh: bool  # made now, by this process
 
 
+class _Meta(TypedDict):
+    """What the meta of every entry has."""
+
+    size: int
+    sha256: str
+    built_by: str
+    resources: dict[str, Resources]
+    warnings: list[str]
+
+
 def entries(root: Path) -> list[Path]:
     """The compiled files below a root, `.../<target>/<kernel>/<key>/<file>`."""
     found = (root / SCHEMA).glob("*/*/*/*")
     return sorted(p for p in found if p.name in FILES and p.parents[2].name != STAGING)
 
 
-def find(entry: Entry) -> Stored | None:
-    """The entry, read and checked; `None` if no root has it."""
-    for root in all_roots():
+def find(*wanted: Entry) -> Stored | None:
+    """The first of these entries that a root has, read and checked; `None` if none has any."""
+    for entry, root in itertools.product(wanted, all_roots()):
         folders = [entry.folder(root)]
         if entry.compiler is None:
             folders = sorted(folders[0].parent.glob(f"{entry.source}-*"))
@@ -79,10 +93,11 @@ def read(folder: Path, name: str) -> Stored | None:
     """The file of this folder if it is what its meta says."""
     try:
         meta = json.loads((folder / META).read_bytes())
+        msgspec.convert(meta, _Meta)
         data = (folder / name).read_bytes()
         if len(data) == meta["size"] > 0 and hashlib.sha256(data).hexdigest() == meta["sha256"]:
             return Stored(data, folder / name, meta, False)
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError):
         pass
     return None
 

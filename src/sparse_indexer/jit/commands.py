@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,9 +16,17 @@ from sparse_indexer.jit.artifacts import device_artifact, host_artifact
 from sparse_indexer.jit.compilers import find_device_compiler
 from sparse_indexer.jit.kernel import Kernel, all_kernels
 from sparse_indexer.jit.parallel import max_jobs
-from sparse_indexer.jit.places import roots
+from sparse_indexer.jit.places import (
+    SCHEMA,
+    make_staging,
+    read_only_note,
+    roots,
+    temporary_root,
+    variable,
+)
 from sparse_indexer.jit.resources import Resources
 from sparse_indexer.jit.targets import parse_arch
+from sparse_indexer.workers import each_done
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -62,7 +69,8 @@ def compile_kernels(
         on_done: called with each of them.
 
     Raises:
-        ValueError: an architecture or `jobs` is not what it should be.
+        ValueError: an architecture, `jobs` or `out` is not what it should be.
+        JitError: a process that compiled was killed.
     """
     compiler = find_device_compiler().found
     version = compiler.version if compiler else (12, 9)
@@ -72,28 +80,38 @@ def compile_kernels(
         raise mismatch("arch", "compute capabilities like 8.0,9.0a,12.0f", repr(archs))
     if jobs is not None and jobs < 1:
         raise mismatch("jobs", "an int of at least 1", str(jobs))
+    root = None if out is None else _root_at(out)
+    kernels = list(dict.fromkeys(kernels))
     work = [_Job(k, cc, target) for k in kernels for cc, target in wanted if k.is_for(cc)]
     work += [_Job(k, (0, 0), "host") for k in dict.fromkeys(job.kernel for job in work)]
     on_start(len(work))
     outcomes = []
-    with _cache_root(out), _pool(min(jobs or max_jobs(), len(work))) as pool:
-        for task in as_completed([pool.submit(_work, job) for job in work]):
-            outcomes.append(task.result())
-            on_done(outcomes[-1])
+    # In processes, because NVRTC compiles one program at a time in a process.
+    results = each_done(_work, work, min(jobs or max_jobs(), len(work)))
+    try:
+        with variable("SPARSE_INDEXER_CACHE_DIR", root), closing(results):
+            for outcome in results:
+                outcomes.append(outcome)
+                on_done(outcome)
+    except BrokenProcessPool as error:
+        message = "a process that compiled was killed, perhaps for want of memory"
+        raise JitError(f"{message}\n  hint: fewer at once, --jobs 1") from error
     return sorted(outcomes, key=lambda outcome: outcome[:2])
 
 
 def compile_command(
-    console: Console, archs: str, names: str | None, jobs: int | None, out: Path | None
+    console: Console, archs: str, names: str | None, jobs: int | None, out: str | None
 ) -> int:
     """`compile`: a bar, a table, and what failed; the exit status."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     known = all_kernels()
-    chosen = [name.strip() for name in names.split(",")] if names else list(known)
+    chosen = list(known) if names is None else [name.strip() for name in names.split(",")]
     for name in chosen:
         if name not in known:
             raise mismatch("kernels", f"some of {', '.join(known)}", repr(name))
+    if out == "":
+        raise mismatch("out", "a folder", repr(out))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     shown = console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=not shown) as progress:
@@ -102,7 +120,7 @@ def compile_command(
             archs,
             [known[name] for name in chosen],
             jobs=jobs,
-            out=out,
+            out=None if out is None else Path(out),
             on_start=lambda count: progress.update(bar, total=count),
             on_done=lambda o: progress.update(bar, advance=1, description=f"{o.kernel} {o.target}"),
         )
@@ -147,11 +165,16 @@ def cache_command(console: Console, *, clear: bool) -> int:
             console.print(f"cleared {root}", markup=False, soft_wrap=True)
         return 0
     writable, read_only = roots()
-    for root in (writable, *read_only):
+    notes = {writable: ""}
+    for root in read_only:
+        notes.setdefault(root, f", {read_only_note(root)}")
+    fallback = temporary_root(make=False)
+    if fallback and (fallback / SCHEMA).exists():
+        notes.setdefault(fallback, ", used where the first cannot be written")
+    for root, note in notes.items():
         files = cache.entries(root)
         size = sum(p.stat().st_size for p in files)
-        kind = "" if root == writable else ", read-only"
-        text = f"{root}{kind}: {len(files)} files, {size / 1e6:.1f} MB"
+        text = f"{root}{note}: {len(files)} files, {size / 1e6:.1f} MB"
         console.print(text, markup=False, soft_wrap=True)
         for kernel in sorted({p.parents[1].name for p in files}):
             own = [p.parents[2].name for p in files if p.parents[1].name == kernel]
@@ -166,32 +189,24 @@ def _work(job: _Job) -> Outcome:
             stored = host_artifact(job.kernel)
         else:
             stored = device_artifact(job.kernel, job.capability, job.target)
+        if stored.path is None:
+            what = f"{job.kernel.name} for {job.target}"
+            raise JitError(f"cannot keep {what}, in {roots()[0]} or elsewhere")
     except JitError as error:
         return Outcome(job.kernel.name, job.target, None, {}, (), str(error))
-    resources = {k: Resources(*v) for k, v in stored.meta.get("resources", {}).items()}
-    seconds = stored.meta.get("seconds") if stored.fresh else None
-    warnings = tuple(stored.meta.get("warnings", ()))
+    resources = {k: Resources(*v) for k, v in stored.meta["resources"].items()}
+    seconds = stored.meta["seconds"] if stored.fresh else None
+    warnings = tuple(stored.meta["warnings"])
     return Outcome(job.kernel.name, job.target, seconds, resources, warnings, None)
 
 
-def _pool(jobs: int) -> Executor:
-    # Processes, because NVRTC compiles one program at a time in a process.
-    if jobs <= 1:
-        return ThreadPoolExecutor(1)
-    return ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"))
-
-
-@contextmanager
-def _cache_root(out: Path | None) -> Iterator[None]:
-    """Makes `out` the one cache root of this process and its children."""
-    before = os.environ.get("SPARSE_INDEXER_CACHE_DIR")
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        os.environ["SPARSE_INDEXER_CACHE_DIR"] = str(out.absolute())
-    try:
-        yield
-    finally:
-        if out is not None:
-            os.environ.pop("SPARSE_INDEXER_CACHE_DIR")
-            if before is not None:
-                os.environ["SPARSE_INDEXER_CACHE_DIR"] = before
+def _root_at(out: Path) -> str:
+    """`out` as the one root of `SPARSE_INDEXER_CACHE_DIR`."""
+    root = str(out.absolute())
+    if os.pathsep in root:
+        raise mismatch("out", f"a folder without {os.pathsep!r} in its path", repr(root))
+    staging = make_staging(out.absolute())
+    if staging is None:
+        raise mismatch("out", "a folder that can be written, or made", repr(str(out)))
+    staging.rmdir()
+    return root

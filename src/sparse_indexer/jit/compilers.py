@@ -129,8 +129,16 @@ def find_nvcc() -> Search:
 
 
 def find_host_compiler() -> HostCompiler | None:
-    """`$CXX`, else g++; `None` if it is not there."""
-    command = tuple(shlex.split(os.environ.get("CXX") or "g++"))
+    """`$CXX`, else g++; `None` if it is not there.
+
+    Raises:
+        ValueError: CXX is no command line.
+    """
+    wish = os.environ.get("CXX") or "g++"
+    try:
+        command = tuple(shlex.split(wish))
+    except ValueError as error:  # a quotation without an end
+        raise mismatch("CXX", "a command, quoted as in a shell", repr(wish)) from error
     if not command or shutil.which(command[0]) is None:
         return None
     from tvm_ffi.libinfo import include_paths

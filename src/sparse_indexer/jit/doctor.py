@@ -12,13 +12,22 @@ from sparse_indexer.jit import hints
 from sparse_indexer.jit.compilers import Search, find_host_compiler, find_nvcc, find_nvrtc
 from sparse_indexer.jit.driver import driver_version
 from sparse_indexer.jit.parallel import max_jobs
-from sparse_indexer.jit.places import roots, usable_root
+from sparse_indexer.jit.places import read_only_note, roots, usable_root
+
+_FOLDERS = "SPARSE_INDEXER_CACHE_DIR"
+_VALUES = {  # of each variable but the one of folders
+    "SPARSE_INDEXER_COMPILER": ("nvrtc", "nvcc"),
+    "SPARSE_INDEXER_JIT": ("auto", "cached", "rebuild"),
+    "SPARSE_INDEXER_LINEINFO": ("0", "1"),
+    "SPARSE_INDEXER_SYNC": ("0", "1"),
+}
 
 
 def report() -> list[tuple[str, str]]:
     """(subject, finding) lines, in the order in which a call needs them; starts processes."""
     device = {"NVRTC": find_nvrtc(), "nvcc": find_nvcc()}
     lines = [(name, _describe(search)) for name, search in device.items()]
+    lines += _nvcc_lines(device["nvcc"])
     if not any(search.found for search in device.values()):
         lines.append(("fix", hints.NO_DEVICE_COMPILER))
     lines += _host_lines()
@@ -26,9 +35,12 @@ def report() -> list[tuple[str, str]]:
     usable = usable_root()
     state = "" if usable == writable else f", not writable: {usable or 'nothing'} instead"
     lines.append(("cache", f"{writable}{state}"))
-    lines += [("cache", f"{root}, read-only") for root in read_only]
-    names = ("SPARSE_INDEXER_JIT", "SPARSE_INDEXER_COMPILER", "SPARSE_INDEXER_CACHE_DIR")
-    lines += [("set", f"{name}={os.environ[name]}") for name in names if os.environ.get(name)]
+    lines += [("cache", f"{root}, {read_only_note(root)}") for root in read_only]
+    good = usable == writable and {read_only_note(root) for root in read_only} <= {"read-only"}
+    for name, value in sorted(os.environ.items()):
+        if name.startswith("SPARSE_INDEXER_") and value:
+            fault = "" if name == _FOLDERS and good else _fault(name, value)
+            lines.append(("set", f"{name}={value}{fault}"))
     lines.append(("compilers", f"at most {max_jobs()} at once, for cores and memory"))
     driver = driver_version()
     lines.append(("driver", f"for CUDA up to {driver[0]}.{driver[1]}" if driver else "none"))
@@ -43,9 +55,31 @@ def _describe(search: Search) -> str:
     return f"{found.version[0]}.{found.version[1]}, {found.path}; headers: {headers}"
 
 
+def _fault(name: str, value: str) -> str:
+    """What was expected of a variable of ours, if not this."""
+    if name == _FOLDERS:
+        return f": expected a folder to write, then any to read, each after {os.pathsep!r}"
+    if name not in _VALUES:
+        return f": expected one of the names {', '.join((_FOLDERS, *_VALUES))}"
+    return "" if value in _VALUES[name] else f": expected {' or '.join(map(repr, _VALUES[name]))}"
+
+
+def _nvcc_lines(search: Search) -> list[tuple[str, str]]:
+    if search.found is None or os.environ.get("NVCC_CCBIN"):
+        return []
+    absent = [name for name in ("gcc", "g++") if shutil.which(name) is None]
+    if not absent:
+        return []
+    text = f"unusable without {' and '.join(absent)}, not found on the PATH"
+    return [("nvcc", text), ("fix", hints.NVCC_WITHOUT_GXX)]
+
+
 def _host_lines() -> list[tuple[str, str]]:
-    compiler = find_host_compiler()
     name = os.environ.get("CXX") or "g++"
+    try:
+        compiler = find_host_compiler()
+    except ValueError as error:
+        return [("g++", str(error))]
     if compiler is None:
         return [(name, "not found on the PATH"), ("fix", hints.NO_HOST_COMPILER)]
     command = (*compiler.command, "--version")

@@ -9,7 +9,9 @@ NO_DEVICE_COMPILER = (
     "pip install 'sparse-indexer[cuda12]' (or [cuda13], for torch built with CUDA 13); "
     "or set CUDA_HOME to a toolkit that has bin/nvcc"
 )
-NO_HOST_COMPILER = "apt-get install g++ (dnf install gcc-c++), or set CXX to a C++17 compiler"
+INSTALL_GXX = "apt-get install g++ (dnf install gcc-c++)"
+NO_HOST_COMPILER = f"{INSTALL_GXX}, or set CXX to a C++17 compiler"
+NVCC_WITHOUT_GXX = f"{INSTALL_GXX}, or set NVCC_CCBIN to a compiler that nvcc supports"
 
 NEWER_CPP_LIBRARY = (
     "the C++ compiler is newer than the libstdc++ that this Python has loaded: set CXX to an older "
@@ -31,6 +33,8 @@ def hint_for(output: str, target: str, compiler: tuple[int, int] | None) -> str 
     """
     if compiler is None:
         return _host_hint(output)
+    if "CuPy cannot use NVRTC: [Errno" in output:
+        return "CuPy needs a folder that can be written: set CUPY_CACHE_DIR to one"
     if "CuPy cannot use NVRTC" in output:
         return f"CuPy and NVRTC must be for one CUDA major: {NO_DEVICE_COMPILER}"
     if re.search(r"invalid value for --gpu-architecture|unsupported gpu arch", output, re.I):
@@ -48,7 +52,7 @@ def hint_for(output: str, target: str, compiler: tuple[int, int] | None) -> str 
             "wheels nvidia-cuda-nvcc, nvidia-nvvm and nvidia-cuda-crt in one and the same version"
         )
     if re.search(r"host compiler|unsupported GNU version|gcc: (not found|No such file)", output):
-        return f"nvcc needs a host compiler that it supports: {NO_HOST_COMPILER}"
+        return f"nvcc needs a host compiler that it supports: {NVCC_WITHOUT_GXX}"
     return None
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import sparse_indexer
+from sparse_indexer.errors import mismatch
 
 if TYPE_CHECKING:
     import torch
@@ -47,9 +48,12 @@ class Kernel:
     )  # filled by `load`, and only there
 
     def __post_init__(self) -> None:
-        for word in (self.name, *self.variants):
-            assert re.fullmatch(r"[A-Za-z_]\w*", word), f"{word!r} is no C identifier"
-        assert self.variants, f"{self.name} has no variant"
+        names = [("name", self.name), *(("variants", symbol) for symbol in self.variants)]
+        for argument, word in names:
+            if not re.fullmatch(r"[A-Za-z_]\w*", word, re.ASCII):
+                raise mismatch(argument, "a C identifier", repr(word))
+        if not self.variants:
+            raise mismatch("variants", f"at least one of {self.name}", "none")
 
     def is_for(self, capability: tuple[int, int]) -> bool:
         """Whether it is meant for GPUs of this (major, minor)."""

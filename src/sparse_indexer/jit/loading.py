@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sparse_indexer.devices import resolve_device
 from sparse_indexer.errors import JitError, mismatch
 from sparse_indexer.jit.artifacts import device_artifact, host_artifact
 from sparse_indexer.jit.cache import Stored
@@ -35,6 +36,7 @@ def load(kernel: Kernel, device: torch.device) -> tvm_ffi.Module:
     and leave the current device alone. For the CPU they are there to refuse its tensors by name.
 
     Raises:
+        ValueError: torch cannot use the device.
         JitError: it cannot be built or loaded, or a CUDA graph is being captured; see `warmup`.
     """
     return kernel.loaded.get(device) or _load(kernel, device)
@@ -46,13 +48,14 @@ def warmup(device: torch.device | str, kernels: list[Kernel] | None = None) -> N
     Call it before a CUDA graph is captured, and where a first call must not take seconds.
 
     Raises:
+        ValueError: `device` is no GPU that torch can use.
         JitError: one cannot be built or loaded.
     """
-    where = torch.device(device)
+    if not torch.cuda.device_count():
+        raise mismatch("device", "an NVIDIA GPU that torch can use", str(device))
+    where = resolve_device(device)
     if where.type != "cuda":
         raise mismatch("device", "a CUDA device", str(where))
-    if where.index is None:
-        where = torch.device("cuda", torch.cuda.current_device())
     if kernels is None:
         capability = torch.cuda.get_device_capability(where)
         kernels = [kernel for kernel in all_kernels().values() if kernel.is_for(capability)]
@@ -60,13 +63,18 @@ def warmup(device: torch.device | str, kernels: list[Kernel] | None = None) -> N
     with ThreadPoolExecutor(max_jobs()) as pool:
         tasks = [pool.submit(host_artifact, kernel) for kernel in kernels]
         tasks += [pool.submit(device_artifact, *kernel_for) for kernel_for in wanted]
-        for task in tasks:
-            task.result()
+        try:
+            for task in tasks:
+                task.result()
+        except BaseException:  # Ctrl-C, or a failure that the other kernels would only delay
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     for kernel in kernels:
         load(kernel, where)
 
 
 def _load(kernel: Kernel, device: torch.device) -> tvm_ffi.Module:
+    device = resolve_device(device)
     _refuse_capture(kernel, device)
     with _loading:
         if device in kernel.loaded:

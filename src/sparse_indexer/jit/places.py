@@ -50,6 +50,13 @@ def usable_root() -> Path | None:
         return place.root
 
 
+def read_only_note(root: Path) -> str:
+    """What is said of a read-only root: a mistyped one has nothing for us."""
+    if not os.path.isdir(root):
+        return "read-only, but there is no such folder"
+    return "read-only" if os.path.isdir(root / SCHEMA) else f"read-only, but has no {SCHEMA} in it"
+
+
 def all_roots() -> list[Path]:
     """Where to look, in this order."""
     writable, read_only = roots()
@@ -61,11 +68,11 @@ def all_roots() -> list[Path]:
 def workspace() -> Iterator[Workspace]:
     """A staging folder in the first root that takes one; gone afterwards."""
     root: Path | None = roots()[0]
-    staging = _make_staging(root)
+    staging = make_staging(root)
     if staging is None:
         _warn_unwritable(str(root))
         root = temporary_root(make=True)
-        staging = _make_staging(root)
+        staging = make_staging(root)
     if staging is None:
         with tempfile.TemporaryDirectory(prefix="sparse_indexer-") as folder:
             yield Workspace(None, Path(folder))
@@ -89,14 +96,23 @@ def temporary_root(*, make: bool) -> Path | None:
     return root if private and status.st_uid == os.getuid() else None
 
 
-def _absolute(root: str) -> Path:
-    path = os.path.expanduser(root)
-    if path.startswith("~"):  # this user has no home
-        return Path(os.devnull, path)
-    return Path(os.path.abspath(path))
+@contextmanager
+def variable(name: str, value: str | None) -> Iterator[None]:
+    """Set a variable of the environment until the end of the block; `None` sets nothing."""
+    before = os.environ.get(name)
+    if value is not None:
+        os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before
 
 
-def _make_staging(root: Path | None) -> Path | None:
+def make_staging(root: Path | None) -> Path | None:
+    """A new folder to make an entry in; `None` where the root cannot be written."""
     if root is None:
         return None
     parent = root / SCHEMA / STAGING
@@ -107,6 +123,13 @@ def _make_staging(root: Path | None) -> Path | None:
         return None
     _sweep(parent)
     return staging
+
+
+def _absolute(root: str) -> Path:
+    path = os.path.expanduser(root)
+    if path.startswith("~"):  # this user has no home
+        return Path(os.devnull, path)
+    return Path(os.path.abspath(path))
 
 
 @cache

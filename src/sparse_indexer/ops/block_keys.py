@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from sparse_indexer.errors import blame_argument
 from sparse_indexer.jit import Kernel, load
 
 KERNEL = Kernel(
@@ -31,4 +32,8 @@ def block_keys(
         out: `[rows, ceil(width / 8)]` float32, any row stride.
         skip_blocks: rows that see at most so many blocks are left alone: neither read nor written.
     """
-    load(KERNEL, logits.device).block_keys(logits, lens, out, skip_blocks)
+    try:
+        load(KERNEL, logits.device).block_keys(logits, lens, out, skip_blocks)
+    except Exception as error:
+        blame_argument(error, block_keys, locals())
+        raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from sparse_indexer.errors import blame_argument
 from sparse_indexer.jit import Kernel, load
 
 KERNEL = Kernel("candidate_table", {"candidate_table": "sparse_indexer::CandidateTable"})
@@ -39,14 +40,18 @@ def candidate_table(
         out_slots: `[rows, n]` int32, with `page_table`: `page * (page_size / 8) + block within the
             page`; past the row's candidates 0, a slot that exists.
     """
-    load(KERNEL, selected.device).candidate_table(
-        selected,
-        compressed_lens,
-        rows,
-        request_of_row,
-        page_table,
-        page_size,
-        out_blocks,
-        out_slots,
-        out_lens,
-    )
+    try:
+        load(KERNEL, selected.device).candidate_table(
+            selected,
+            compressed_lens,
+            rows,
+            request_of_row,
+            page_table,
+            page_size,
+            out_blocks,
+            out_slots,
+            out_lens,
+        )
+    except Exception as error:
+        blame_argument(error, candidate_table, locals())
+        raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from sparse_indexer.errors import blame_argument
 from sparse_indexer.inputs import FlatIndexK, IndexKPool
 from sparse_indexer.jit import Kernel, load
 
@@ -59,34 +60,38 @@ def index_k(
             fp4), float16 (of any) or bfloat16 (of all but fp16).
         out_scales: `[out rows]` float32: 1 where the values need none.
     """
-    module = load(KERNEL, lens.device)
-    values = out_values
-    if values.dtype == torch.float8_e4m3fn:
-        values = values.view(torch.uint8)
-    if isinstance(keys, IndexKPool):
-        pages = keys.pages if keys.pages.ndim == 2 else keys.pages.flatten(1)
-        module.index_k_paged(
-            pages,
-            _NUMBERS[keys.format],
-            keys.layout == "interleaved",
-            keys.page_size,
-            where,
-            lens,
-            out_starts,
-            max_len,
-            values,
-            out_scales,
-        )
-    else:
-        stored = keys.values
-        module.index_k_flat(
-            stored.view(torch.uint8) if stored.itemsize == 1 else stored,
-            keys.scales,
-            _NUMBERS[keys.format],
-            where,
-            lens,
-            out_starts,
-            max_len,
-            values,
-            out_scales,
-        )
+    try:
+        module = load(KERNEL, lens.device)
+        values = out_values
+        if values.dtype == torch.float8_e4m3fn:
+            values = values.view(torch.uint8)
+        if isinstance(keys, IndexKPool):
+            pages = keys.pages if keys.pages.ndim == 2 else keys.pages.flatten(1)
+            module.index_k_paged(
+                pages,
+                _NUMBERS[keys.format],
+                keys.layout == "interleaved",
+                keys.page_size,
+                where,
+                lens,
+                out_starts,
+                max_len,
+                values,
+                out_scales,
+            )
+        else:
+            stored = keys.values
+            module.index_k_flat(
+                stored.view(torch.uint8) if stored.itemsize == 1 else stored,
+                keys.scales,
+                _NUMBERS[keys.format],
+                where,
+                lens,
+                out_starts,
+                max_len,
+                values,
+                out_scales,
+            )
+    except Exception as error:
+        blame_argument(error, index_k, locals())
+        raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from sparse_indexer.errors import blame_argument
 from sparse_indexer.jit import Kernel, load
 
 KERNEL = Kernel(
@@ -50,15 +51,19 @@ def topk(
             `page_table[request, position // page_size] * page_size + position % page_size`.
         page_size: positions a page, with `page_table`.
     """
-    load(KERNEL, keys.device).topk(
-        keys,
-        lens,
-        out,
-        per_column,
-        force_last,
-        blocks,
-        request_of_row,
-        request_starts,
-        page_table,
-        page_size,
-    )
+    try:
+        load(KERNEL, keys.device).topk(
+            keys,
+            lens,
+            out,
+            per_column,
+            force_last,
+            blocks,
+            request_of_row,
+            request_starts,
+            page_table,
+            page_size,
+        )
+    except Exception as error:
+        blame_argument(error, topk, locals())
+        raise

@@ -140,6 +140,9 @@ class Match {
       fits = have == value(dims_[i]);
     }
     if (!fits) bad_argument(argument_, expected(), describe(tensor));
+    if (tensor.data_ptr() == nullptr && tensor.numel() != 0) {
+      bad_argument(argument_, "a tensor with memory", "a null pointer");
+    }
     if (device_ != nullptr) device_->ordinal_ = tensor.device().device_id;
     if (last_contiguous_ || contiguous_ || alignment_ > 1) check_layout(tensor);
   }
@@ -222,9 +225,13 @@ class Match {
     return "device type " + std::to_string(device.device_type);
   }
 
+  static std::string name(DLDataType type) {
+    if (type.code == kDLComplex) return "complex" + std::to_string(type.bits);
+    return tvm::ffi::DLDataTypeToString(type);
+  }
+
   static std::string describe(const TensorView& tensor) {
-    return list(tensor.shape()) + " " + std::string(tvm::ffi::DLDataTypeToString(tensor.dtype())) +
-           " on " + place(tensor.device());
+    return list(tensor.shape()) + " " + name(tensor.dtype()) + " on " + place(tensor.device());
   }
 
   const char* argument_;
