@@ -59,6 +59,22 @@ def convert(
     return made
 
 
+def pack(
+    made: list[tuple[torch.Tensor, torch.Tensor]], starts: list[int], blocks: int
+) -> torch.Tensor:
+    """The bytes of those packed blocks, request i from block starts[i] on, 7 where nothing is."""
+    of_values = made[0][0].itemsize * 128
+    packed = torch.full((blocks, 8 * of_values + 32), 7, dtype=torch.uint8, device=DEVICE)
+    for (values, scales), start in zip(made, starts, strict=True):
+        p = torch.arange(len(values), device=DEVICE)[:, None]
+        byte = torch.arange(of_values, device=DEVICE)
+        at = byte // 16 * 128 + p % 8 * 16 + byte % 16
+        packed[start + p // 8, at] = values.view(torch.uint8)
+        at = 8 * of_values + p % 8 * 4 + torch.arange(4, device=DEVICE)
+        packed[start + p // 8, at] = scales[:, None].view(torch.uint8)
+    return packed
+
+
 def product(made: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     return made[0].double() * made[1].double()[:, None]
 
@@ -77,6 +93,60 @@ def test_values_times_scale_are_the_stored_keys(form: str, to: str, layout: str)
         held, where = hostile_pool(keys, layout, page_size=24 if form == "fp16" else 64)
     for made, k in zip(convert(held, where, lens, to), keys, strict=True):
         assert torch.equal(product(made), exact(k))
+
+
+@pytest.mark.parametrize(("form", "to"), PAIRS)
+@pytest.mark.parametrize("layout", ["planar", "interleaved", "flat"])
+def test_packed_blocks_are_those_values_and_scales(form: str, to: str, layout: str) -> None:
+    lens = [0, 1, 77, 1300, 7, 8, 9, 128, 129]
+    keys = [random_keys(n, form, seed=n, device=DEVICE) for n in lens]
+    if layout == "flat":
+        scales = None if keys[0].scales is None else torch.cat([k.scales for k in keys])
+        held = FlatIndexK(torch.cat([k.values for k in keys]), scales, form)
+        where = [sum(lens[:i]) for i in range(len(lens))]
+        where[-1] += 100  # the last 100 of its columns do not exist
+        where = torch.tensor(where, dtype=torch.int32, device=DEVICE)
+    else:
+        held, where = hostile_pool(keys, layout, page_size=24 if form == "fp16" else 64)
+        where[-1, 1] = -1
+    made = convert(held, where, lens, to)
+    assert made[-1][1].isnan().any()
+
+    starts = [2 + sum((n + 7) // 8 for n in lens[:i]) + i for i in range(len(lens))]
+    want = pack(made, starts, starts[-1] + 20)
+    width = 1056 if to == "fp8" else 1040
+    dtypes = (torch.float8_e4m3fn, torch.uint8) if to == "fp8" else (DTYPES[to],)
+    for dtype in dtypes:
+        got = torch.full_like(want, 7).view(dtype)
+        assert got.shape[1] == width
+        index_k(
+            held,
+            where,
+            lens=torch.tensor(lens, dtype=torch.int32, device=DEVICE),
+            max_len=max(lens),
+            out_starts=torch.tensor(starts, dtype=torch.int32, device=DEVICE),
+            out_values=got,
+        )
+        assert torch.equal(got.view(torch.uint8), want)
+
+
+def test_packed_blocks_beyond_two_gigabytes() -> None:
+    keys = random_keys(9, "fp8", seed=1, device=DEVICE)
+    where = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    blocks = (5 << 29) // 2080
+    made = convert(keys, where, [9], "fp16")
+    packed = torch.zeros(blocks, 1040, dtype=torch.float16, device=DEVICE)
+    packed[-2:].view(torch.uint8).fill_(7)
+    index_k(
+        keys,
+        where,
+        lens=torch.tensor([9], dtype=torch.int32, device=DEVICE),
+        max_len=9,
+        out_starts=torch.tensor([blocks - 2], dtype=torch.int32, device=DEVICE),
+        out_values=packed,
+    )
+    assert torch.equal(packed[-2:].view(torch.uint8), pack(made, [0], 2))
+    assert not packed[:-2].any()
 
 
 def fp4_of(codes: torch.Tensor, exponents: torch.Tensor) -> FlatIndexK:
@@ -203,3 +273,6 @@ def test_what_would_quantize_is_refused() -> None:
             ValueError, match=f"out_values: expected a dtype that holds {form}, got {to}"
         ):
             convert(keys, where, [8], to)
+        packed = torch.zeros(1, 1056 if to == "fp8" else 1040, device=DEVICE).to(DTYPES[to])
+        with pytest.raises(ValueError, match=f"out_values: expected a dtype that holds {form}"):
+            index_k(keys, where, lens=where, max_len=8, out_starts=where, out_values=packed)

@@ -34,6 +34,11 @@ def make(name: str) -> Op:
     if name == "topk":
         out = torch.empty(ROWS, 300, dtype=torch.int32, device=DEVICE)
         return Op(lambda: topk(logits, lens, out=out), lens, [out])
+    if name == "topk, of rows":
+        rows = torch.arange(ROWS, dtype=torch.int32, device=DEVICE).flip(0)
+        rows[::5] = -1
+        out = torch.empty(ROWS, 300, dtype=torch.int32, device=DEVICE)
+        return Op(lambda: topk(logits, lens, out=out, rows=rows, unused=9), lens, [out])
     if name == "block_keys":
         keys = torch.empty(ROWS, WIDTH // 8, device=DEVICE)
         return Op(lambda: block_keys(logits, lens, out=keys), lens, [keys])
@@ -49,6 +54,16 @@ def make(name: str) -> Op:
     pool, table = hostile_pool(stored, "planar")
     lens.fill_(200)
     starts = 200 * torch.arange(ROWS, dtype=torch.int32, device=DEVICE)
+    if name == "index_k, packed":
+        packed = torch.empty(25 * ROWS, 1040, dtype=torch.float16, device=DEVICE)
+        first = starts // 8
+        return Op(
+            lambda: index_k(
+                pool, table, lens=lens, max_len=200, out_starts=first, out_values=packed
+            ),
+            lens,
+            [packed],
+        )
     values = torch.empty(200 * ROWS, 128, dtype=torch.float16, device=DEVICE)
     scales = torch.empty(200 * ROWS, device=DEVICE)
     return Op(
@@ -61,7 +76,7 @@ def make(name: str) -> Op:
     )  # fmt: skip
 
 
-OPS = ["topk", "block_keys", "candidate_table", "index_k"]
+OPS = ["topk", "topk, of rows", "block_keys", "candidate_table", "index_k", "index_k, packed"]
 
 
 def run(op: Op, call: Callable[[], None]) -> list[torch.Tensor]:

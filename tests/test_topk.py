@@ -156,6 +156,127 @@ def test_maps_through_blocks_starts_and_pages() -> None:
         assert torch.equal(got, torch.where(used, want, -1).int())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("key_rows", [9, 400])  # few and many: both numbers of threads
+@pytest.mark.parametrize(
+    ("width", "k", "pattern"),
+    [(1000, 64, "rising"), (16_384, 512, "negative"), (20_001, 512, "all equal"),
+     (40_000, 2048, "one bin, all distinct"), (140_000, 512, "any bits")],
+)  # fmt: skip
+def test_rows_of_keys_stand_for_other_rows(
+    width: int, k: int, pattern: str, key_rows: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    num_rows = 2 * key_rows + 3
+    rows = torch.randperm(num_rows)[:key_rows].int()
+    rows[1::4] = -1
+    wide = torch.full((key_rows, width + 8), NAN, dtype=dtype, device=DEVICE)
+    keys = wide[:, :width]
+    keys.copy_(random_keys(key_rows, width, dtype))
+    keys[::3] = PATTERNS[pattern](width).to(DEVICE, dtype)
+    lens = torch.randint(k, width + 9, (key_rows,), dtype=torch.int32)
+    lens[[2, 4, 7, 8]] = torch.tensor([0, 1, k, k + 1], dtype=torch.int32)
+    rows, lens = rows.to(DEVICE), lens.to(DEVICE)
+    named = rows >= 0
+    to = rows[named].long()
+    want = torch.full((num_rows, k), 7, dtype=torch.int32, device=DEVICE)
+    want[to] = reference(keys[named], lens[named], k)
+    buffer = torch.full((num_rows + 2, k + 9), 7, dtype=torch.int32, device=DEVICE)
+    topk(keys, lens, out=buffer[1:-1, 4 : 4 + k], rows=rows)
+    assert torch.equal(buffer[1:-1, 4 : 4 + k], want)
+    buffer[1:-1, 4 : 4 + k] = 7
+    assert (buffer == 7).all()
+
+
+def test_rows_with_maps_and_what_is_written_past_a_count() -> None:
+    n, k, page_size, unused = 64, 50, 16, 2**31 - 1
+    generator = torch.Generator().manual_seed(2)
+    keys = random_keys(4, 8 * n, torch.float32)
+    rows = lens_of(5, -1, 0, 3)
+    lens = lens_of(8 * n, 1 << 30, 8 * n - 3, k - 1)
+    request_of_row = lens_of(1, 1 << 30, -5, 2, 1 << 30, 0)
+    blocks = torch.full((4, n), unused, dtype=torch.int32)
+    for row in (0, 2, 3):
+        blocks[row] = torch.randperm(500, generator=generator)[:n].sort().values.int()
+    blocks = blocks.to(DEVICE)
+    starts = lens_of(0, 70_000, 900_000)
+    table = torch.randperm(1000, generator=generator)[: 3 * 250].view(3, 250).int().to(DEVICE)
+
+    used_rows, of_keys = torch.tensor([5, 0, 3], device=DEVICE), [0, 2, 3]
+    columns = reference(keys[of_keys], lens[of_keys], k).long()
+    c = columns.clamp(min=0)
+    positions = blocks[of_keys].gather(1, c // 8).long() * 8 + c % 8
+    request = request_of_row[used_rows].long()[:, None]
+    pages = table[request, positions // page_size].long()
+    to_pages = {"page_table": table, "page_size": page_size}
+    cases = [
+        ({}, c),
+        ({"blocks": blocks}, positions),
+        ({"blocks": blocks, "request_of_row": request_of_row, "request_starts": starts},
+         positions + starts[request]),
+        ({"blocks": blocks, "request_of_row": request_of_row} | to_pages,
+         pages * page_size + positions % page_size),
+    ]  # fmt: skip
+    for options, mapped in cases:
+        want = torch.full((6, k), 7, dtype=torch.int32, device=DEVICE)
+        want[used_rows] = torch.where(columns >= 0, mapped, unused).int()
+        out = torch.full_like(want, 7)
+        topk(keys, lens, out=out, rows=rows, unused=unused, **options)
+        assert torch.equal(out, want)
+
+
+def test_only_rows_that_stand_for_none() -> None:
+    keys, none = random_keys(3, 64, torch.float32), lens_of(-1, -1, -1)
+    out = torch.full((2, 8), 7, dtype=torch.int32, device=DEVICE)
+    topk(keys, lens_of(64, 64, 64), out=out, rows=none)
+    topk(keys[:0], lens_of(), out=out, rows=none[:0])
+    assert (out == 7).all()
+    topk(keys, lens_of(64, 64, 64), out=out[:0], rows=none)
+
+
+@pytest.mark.parametrize("unused", [-(2**31), -1, 0, 2**31 - 1])
+def test_what_is_written_past_a_count(unused: int) -> None:
+    keys = random_keys(5, 4096, torch.float32)
+    lens = lens_of(0, 1, 63, 64, 4096)
+    want = reference(keys, lens, 64)
+    got = select(keys, lens, 64, unused=unused)
+    assert torch.equal(got, torch.where(want == -1, unused, want))
+    positions = lens_of(0, 8, 8 * 63 - 5, 8 * 64, 8 * 4096)
+    got = select(keys, positions, 64, per_column=8, force_last=True, unused=unused)
+    want = reference(keys, positions, 64, per_column=8, force_last=True)
+    assert torch.equal(got, torch.where(want == -1, unused, want))
+
+
+@pytest.mark.parametrize("n", [8, 2048])
+def test_columns_that_count_are_those_of_visible_positions(n: int) -> None:
+    """`lens` is the length of a row's candidate logits, or its compressed_lens."""
+    width = 8 * n
+    seen = [0, 1, 7, 8, 9, *range(width - 9, width + 19), 3 * width - 1, 5 * width + 3, 1 << 20]
+    generator = torch.Generator().manual_seed(n)
+    blocks = torch.full((len(seen), n), 2**31 - 1, dtype=torch.int32)
+    for row, visible in enumerate(seen):
+        newest = (visible + 7) // 8 - 1
+        if newest < n:
+            blocks[row, : newest + 1] = torch.arange(newest + 1)
+        else:
+            older = torch.randperm(newest, generator=generator)[: n - 1].sort().values
+            blocks[row] = torch.cat((older, torch.tensor([newest])))
+    blocks = blocks.to(DEVICE)
+    positions = (blocks.long()[:, :, None] * 8 + torch.arange(8, device=DEVICE)).flatten(1)
+    compressed_lens = lens_of(*seen)
+    allowed = positions < compressed_lens[:, None]
+    lens_of_logits = allowed.sum(1).int()
+    keys = torch.where(allowed, random_keys(len(seen), width, torch.float32), INF)
+    for k in (5, 60, width - 4):
+        packed = pack(ordered(keys), allowed, 0).topk(k, dim=1).values
+        columns = indices(packed, -1).long()
+        want = torch.where(columns >= 0, positions.gather(1, columns.clamp(min=0)), -1).int()
+        assert torch.equal(select(keys, compressed_lens, k, blocks=blocks), want)
+        assert torch.equal(select(keys, lens_of_logits, k, blocks=blocks), want)
+    newest = select(keys, compressed_lens, 1, blocks=blocks, force_last=True)
+    assert torch.equal(newest[:, 0], compressed_lens - 1)
+
+
 def test_rows_do_not_depend_on_each_other_or_the_run() -> None:
     keys = random_keys(300, 20_000, torch.float32)
     keys[::7] = 1.0
@@ -228,6 +349,14 @@ def test_mistakes_are_named() -> None:
             "blocks": torch.zeros(3, 7, dtype=torch.int32, device=DEVICE)
         },
         r"per_column: expected an int of 1 to 8, got 0": {"per_column": 0},
+        r"rows: expected \[3\] int32 on cuda:0, got \[2\] int32": {"rows": lens[:2]},
+        r"unused: expected an int of -2147483648 to 2147483647, got 2147483648": {
+            "unused": 1 << 31
+        },
+        r"per_column: expected 1 with blocks, got 8": {
+            "blocks": torch.zeros(3, 8, dtype=torch.int32, device=DEVICE),
+            "per_column": 8,
+        },
         r"request_of_row: expected a tensor with": {"request_starts": lens},
     }
     for message, change in bad.items():

@@ -36,37 +36,41 @@ struct Work {
   TensorView out_starts;
   int64_t max_len;
   TensorView out_values;
-  TensorView out_scales;
+  Optional<TensorView> out_scales;  // none: the values are packed blocks with scales of their own
 };
 
 void convert(IndexKParams& params, const Format& from, const Work& work, Size& requests,
              Device& device) {
-  Size out_rows("out rows");
+  Size out_rows("out rows"), out_blocks("out blocks");
+  const DLDataType to = work.out_values.dtype();
   Match("lens").shape({requests}).dtype(int32).on(device).contiguous().check(work.lens);
   Match("out_starts").shape({requests}).dtype(int32).on(device).contiguous().check(work.out_starts);
-  Match("out_values")
-      .shape({out_rows, 128})
-      .dtype(uint8, float16, bfloat16)
-      .on(device)
-      .contiguous()
-      .aligned(16)
-      .check(work.out_values);
-  Match("out_scales")
-      .shape({out_rows})
-      .dtype(float32)
-      .on(device)
-      .contiguous()
-      .check(work.out_scales);
+  Match out_values("out_values");
+  if (work.out_scales.has_value()) {
+    out_values.shape({out_rows, 128}).dtype(uint8, float16, bfloat16);
+  } else if (same(to, uint8)) {
+    out_values.shape({out_blocks, index_k_config::kPackedBytes}).dtype(uint8);
+  } else {
+    out_values.shape({out_blocks, index_k_config::kPackedHalves}).dtype(float16, bfloat16);
+  }
+  out_values.on(device).contiguous().aligned(16).check(work.out_values);
+  if (work.out_scales.has_value()) {
+    Match("out_scales")
+        .shape({out_rows})
+        .dtype(float32)
+        .on(device)
+        .contiguous()
+        .check(*work.out_scales);
+    params.out_scales = data<float>(*work.out_scales);
+  }
   expect_int("max_len", work.max_len, 0, INT32_MAX - index_k_config::kPart);
   params.lens = data<const int32_t>(work.lens);
   params.out_starts = data<const int32_t>(work.out_starts);
   params.out_values = data<void>(work.out_values);
-  params.out_scales = data<float>(work.out_scales);
   params.parts =
       static_cast<int32_t>((work.max_len + index_k_config::kPart - 1) / index_k_config::kPart);
   params.vectors = reinterpret_cast<uintptr_t>(params.values) % 16 == 0 &&
                    params.page_stride % 16 == 0 && params.value_step % 16 == 0;
-  const DLDataType to = work.out_values.dtype();
   const char* symbol = same(to, uint8)     ? from.to_fp8
                        : same(to, float16) ? from.to_fp16
                                            : from.to_bf16;
@@ -81,7 +85,7 @@ void convert(IndexKParams& params, const Format& from, const Work& work, Size& r
 
 void index_k_paged(TensorView pages, int64_t format, bool interleaved, int64_t page_size,
                    TensorView page_table, TensorView lens, TensorView out_starts, int64_t max_len,
-                   TensorView out_values, TensorView out_scales) {
+                   TensorView out_values, Optional<TensorView> out_scales) {
   const Format& from = format_of(format);
   const int bytes = from.value_bytes + from.scale_bytes;
   expect_int("keys page_size", page_size, 8, INT32_MAX / bytes);
@@ -119,7 +123,7 @@ void index_k_paged(TensorView pages, int64_t format, bool interleaved, int64_t p
 
 void index_k_flat(TensorView values, Optional<TensorView> scales, int64_t format,
                   TensorView key_starts, TensorView lens, TensorView out_starts, int64_t max_len,
-                  TensorView out_values, TensorView out_scales) {
+                  TensorView out_values, Optional<TensorView> out_scales) {
   const Format& from = format_of(format);
   Size columns("columns"), requests("requests");
   Device device;

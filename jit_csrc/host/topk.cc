@@ -16,21 +16,25 @@ int64_t shared_bytes(int threads, int64_t slabs) {
   return topk_config::kFixedBytes + slabs * threads * topk_config::kOwned * 2;
 }
 
-// Keys -> columns. `blocks` maps a column of candidate logits to a position, `request_starts` or
-// `page_table` (pages of `page_size` positions) a position to where it goes.
-void topk(TensorView keys, TensorView lens, TensorView out, int64_t per_column, bool force_last,
-          Optional<TensorView> blocks, Optional<TensorView> request_of_row,
-          Optional<TensorView> request_starts, Optional<TensorView> page_table, int64_t page_size) {
-  Size rows("rows"), width("width"), k("k"), requests("requests"), max_pages("max_pages");
+// Keys -> columns. `rows` says where the row of a row of keys goes, `blocks` maps a column of
+// candidate logits to a position, `request_starts` or `page_table` (pages of `page_size` positions)
+// a position to where it goes.
+void topk(TensorView keys, TensorView lens, TensorView out, Optional<TensorView> rows,
+          int64_t per_column, bool force_last, int64_t unused, Optional<TensorView> blocks,
+          Optional<TensorView> request_of_row, Optional<TensorView> request_starts,
+          Optional<TensorView> page_table, int64_t page_size) {
+  Size num_rows("rows"), num_key_rows("key rows");
+  Size width("width"), k("k"), requests("requests"), max_pages("max_pages");
+  Size& key_rows = rows.has_value() ? num_key_rows : num_rows;
   Device device;
   Match("keys")
-      .shape({rows, width})
+      .shape({key_rows, width})
       .dtype(float32, bfloat16)
       .on(device)
       .last_dim_contiguous()
       .check(keys);
-  Match("lens").shape({rows}).dtype(int32).on(device).contiguous().check(lens);
-  Match("out").shape({rows, k}).dtype(int32).on(device).last_dim_contiguous().check(out);
+  Match("lens").shape({key_rows}).dtype(int32).on(device).contiguous().check(lens);
+  Match("out").shape({num_rows, k}).dtype(int32).on(device).last_dim_contiguous().check(out);
   expect_int("keys width", width, 0, 1 << 30);
   expect_int("out k", k, 0, kMaxK);
   expect_int("per_column", per_column, 1, 8);
@@ -44,11 +48,17 @@ void topk(TensorView keys, TensorView lens, TensorView out, int64_t per_column, 
   params.k = static_cast<int32_t>(k);
   params.per_column = static_cast<int32_t>(per_column);
   params.force_last = force_last;
+  params.unused = static_cast<int32_t>(expect_int("unused", unused, INT32_MIN, INT32_MAX));
   params.page_size = 1;
+  if (rows.has_value()) {
+    Match("rows").shape({key_rows}).dtype(int32).on(device).contiguous().check(*rows);
+    params.rows = data<const int32_t>(*rows);
+  }
   if (blocks.has_value()) {
+    if (per_column != 1) bad_argument("per_column", "1 with blocks", std::to_string(per_column));
     Size columns("width / 8");
     Match("blocks")
-        .shape({rows, columns})
+        .shape({key_rows, columns})
         .dtype(int32)
         .on(device)
         .last_dim_contiguous()
@@ -69,7 +79,7 @@ void topk(TensorView keys, TensorView lens, TensorView out, int64_t per_column, 
   }
   if (request_of_row.has_value()) {
     Match("request_of_row")
-        .shape({rows})
+        .shape({num_rows})
         .dtype(int32)
         .on(device)
         .contiguous()
@@ -96,11 +106,11 @@ void topk(TensorView keys, TensorView lens, TensorView out, int64_t per_column, 
     params.table_stride = page_table.value().stride(0);
     params.page_size = static_cast<int32_t>(expect_int("page_size", page_size, 8, INT32_MAX));
   }
-  if (rows == 0 || k == 0) return;
+  if (key_rows == 0 || num_rows == 0 || k == 0) return;
   // A row alone on an SM is done sooner by twice the threads; many rows share an SM better by
   // fewer.
   const DeviceKernels& gpu = on_device(device);
-  const bool large = rows <= gpu.sm_count && width > 8192;
+  const bool large = key_rows <= gpu.sm_count && width > 8192;
   const int threads = large ? topk_config::kLargeThreads : topk_config::kSmallThreads;
   const int64_t slabs =
       (width + threads * topk_config::kOwned - 1) / (threads * topk_config::kOwned);
@@ -109,7 +119,7 @@ void topk(TensorView keys, TensorView lens, TensorView out, int64_t per_column, 
   Launch(whole ? (large ? "topk_f32_1024" : "topk_f32_512")
                : (large ? "topk_bf16_1024" : "topk_bf16_512"),
          device)
-      .grid(rows)
+      .grid(key_rows)
       .block(threads)
       .shared(shared_bytes(threads, params.kept ? slabs : 1))
       .run(params);

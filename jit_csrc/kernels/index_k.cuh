@@ -10,6 +10,11 @@
 //             exponents lie within 23. From bf16: exact for elements within 2^-23 of the largest.
 //   to bf16   from fp8, fp4: exact, the fp4 scales in the values.
 //
+// Packed, 8 positions and their scales are one block, in the order of core matrices that Hopper's
+// MMA reads without swizzle: chunk c of 16 bytes (16 dims of e4m3, 8 of halves) of position p is at
+// c * 128 + p % 8 * 16, behind the chunks comes the scale, 4 bytes a position. A block is thus one
+// contiguous copy, and a multiple of 16 bytes.
+//
 // A NaN scale (ue8m0 code 255) makes the position's scale NaN, so does a page or column that does
 // not exist. Positions at or past a request's length are not looked up and not written.
 #pragma once
@@ -27,12 +32,14 @@ struct IndexK {
   static constexpr int kThreads = index_k_config::kThreads;
   static constexpr int kMinBlocks = 1;
   static constexpr int kLanes = index_k_config::kLanes;
+  static constexpr int kBlock = index_k_config::kBlock;
   static constexpr int kDims = 128 / kLanes;  // of a thread
   static constexpr int kBytes = From == KeyFormat::kFp4   ? kDims / 2
                                 : From == KeyFormat::kFp8 ? kDims
                                                           : kDims * 2;
   static constexpr int kWords = kBytes / 4;
   static constexpr int kOutWords = To == KeyFormat::kFp8 ? kDims / 4 : kDims / 2;
+  static constexpr int kChunks = kOutWords / 4;  // of a thread, 16 bytes each
   static_assert(To != KeyFormat::kFp8 || From == KeyFormat::kFp4 || From == KeyFormat::kFp8,
                 "halves are not quantized behind the caller's back");
   static_assert(To != KeyFormat::kBf16 || From != KeyFormat::kFp16, "bf16 does not hold fp16");
@@ -54,13 +61,32 @@ struct IndexK {
       uint32_t out[kOutWords];
       float scale = convert(in, stored_scale, lane, out);  // all lanes: it shuffles
       if (position >= len) continue;
-      const int64_t row = int64_t(p.out_starts[request]) + position;
-      auto* to = static_cast<uint4*>(p.out_values) + (row * kLanes + lane) * (kOutWords / 4);
-#pragma unroll
-      for (int j = 0; j < kOutWords / 4; ++j) {
-        to[j] = make_uint4(out[4 * j], out[4 * j + 1], out[4 * j + 2], out[4 * j + 3]);
+      if (!exists) scale = quiet_nan();
+      const int64_t start = p.out_starts[request];
+      if (p.out_scales != nullptr) {
+        const int64_t row = start + position;
+        store<1>(static_cast<uint4*>(p.out_values) + (row * kLanes + lane) * kChunks, out);
+        if (lane == 0) p.out_scales[row] = scale;
+      } else {
+        constexpr int kValues = kLanes * kChunks * kBlock;  // uint4 of a block, before its scales
+        constexpr int kStep = kValues + index_k_config::kPackedScales / index_k_config::kChunkBytes;
+        static_assert(kStep * index_k_config::kChunkBytes ==
+                          (To == KeyFormat::kFp8 ? index_k_config::kPackedBytes
+                                                 : index_k_config::kPackedHalves * 2),
+                      "what the host expects of a block");
+        uint4* block = static_cast<uint4*>(p.out_values) + (start + position / kBlock) * kStep;
+        store<kBlock>(block + lane * kChunks * kBlock + position % kBlock, out);
+        if (lane == 0) reinterpret_cast<float*>(block + kValues)[position % kBlock] = scale;
       }
-      if (lane == 0) p.out_scales[row] = exists ? scale : quiet_nan();
+    }
+  }
+
+  // This lane's chunks, so many apart.
+  template <int Step>
+  static __device__ __forceinline__ void store(uint4* to, const uint32_t (&out)[kOutWords]) {
+#pragma unroll
+    for (int j = 0; j < kChunks; ++j) {
+      to[j * Step] = make_uint4(out[4 * j], out[4 * j + 1], out[4 * j + 2], out[4 * j + 3]);
     }
   }
 

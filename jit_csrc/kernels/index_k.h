@@ -12,9 +12,9 @@ struct IndexKParams {
   const int32_t* page_table;  // [requests, max_pages], row stride `table_stride`; null: flat
   const int32_t* key_starts;  // [requests]: first column of each request, flat
   const int32_t* lens;        // [requests]: positions to convert
-  const int32_t* out_starts;  // [requests]: first row of each in the outputs
-  void* out_values;           // [out rows, 128], contiguous
-  float* out_scales;          // [out rows]
+  const int32_t* out_starts;  // [requests]: first row (packed: block) of each in the outputs
+  void* out_values;           // [out rows, 128], contiguous; packed: the blocks
+  float* out_scales;          // [out rows]; null: packed
   int64_t page_stride;        // bytes
   int64_t table_stride;       // elements
   int64_t slots;              // pages, or columns, that exist
@@ -32,6 +32,12 @@ constexpr int kThreads = 256;
 constexpr int kLanes = 8;  // threads of a position, 16 dims each
 constexpr int kPasses = 4;
 constexpr int kPart = kThreads / kLanes * kPasses;  // positions of a CTA
+// A packed block: 8 positions' values in chunks of 16 bytes, then their scales.
+constexpr int kBlock = 8;
+constexpr int kChunkBytes = 16;
+constexpr int kPackedScales = kBlock * 4;                          // bytes
+constexpr int kPackedBytes = kBlock * 128 + kPackedScales;         // of e4m3
+constexpr int kPackedHalves = (kBlock * 256 + kPackedScales) / 2;  // of fp16, bf16
 
 }  // namespace index_k_config
 }  // namespace sparse_indexer

@@ -4,8 +4,13 @@
 // Larger key first, then lower column; -0 equals +0; NaN counts as -inf, which still beats what is
 // past the row's length. The result does not depend on the launch or on other rows.
 //
-// One CTA a row. A histogram of the upper 12 bits finds the bin of the k-th largest key. The
-// columns of that bin, usually few, are listed, and the list is settled in shared memory by two
+// With `blocks` a column is one of the 8 positions of a candidate block, and `lens` is either how
+// many columns count or, of a row that sees more positions than there are columns, its
+// compressed_lens: all its columns are then those of candidates, of which the last is the row's
+// newest block and ends where the row's sight does.
+//
+// One CTA a row of keys. A histogram of the upper 12 bits finds the bin of the k-th largest key.
+// The columns of that bin, usually few, are listed, and the list is settled in shared memory by two
 // more digits. The upper 16 bits of the row's keys stay in shared memory, so global memory is read
 // once; a slab of 32 columns a thread at a time, each thread then marks its own columns, and prefix
 // sums over the threads give every selected column its place. A bin too full for the list (ties,
@@ -66,19 +71,33 @@ struct Topk {
   bool vectors;  // the row starts at a multiple of a vector's bytes
 
   static __device__ void run(const Params& p) {
-    const int64_t r = blockIdx.x;
-    const int64_t seen = p.lens[r] > 0 ? p.lens[r] : 0;
+    const int64_t r = row_number(p);
+    if (r < 0) return;
+    const int len = p.lens[blockIdx.x];
+    const int64_t seen = len > 0 ? len : 0;
     const int64_t counted = (seen + p.per_column - 1) / p.per_column;
-    const int columns = counted < p.width ? static_cast<int>(counted) : p.width;
+    int columns = counted < p.width ? static_cast<int>(counted) : p.width;
+    if (p.blocks != nullptr) {
+      const int unseen = static_cast<int>(-seen & 7);  // positions of the newest block
+      columns = min(columns, (p.width + 7) / 8 * 8 - unseen);
+    }
     if (columns <= p.k) {  // all of them; no key is read
       int32_t* out = p.out + r * p.out_stride;
-      for (int i = threadIdx.x; i < p.k; i += Threads) out[i] = i < columns ? place(p, r, i) : -1;
+      for (int i = threadIdx.x; i < p.k; i += Threads) {
+        out[i] = i < columns ? place(p, r, i) : p.unused;
+      }
       return;
     }
-    const Key* row = static_cast<const Key*>(p.keys) + r * p.stride;
+    const Key* row = static_cast<const Key*>(p.keys) + int64_t(blockIdx.x) * p.stride;
     const Topk self{p, row, columns, p.force_last ? columns - 1 : -1,
                     reinterpret_cast<uint64_t>(row) % (kVector * sizeof(Key)) == 0};
     self.select();
+  }
+
+  // The row of out that is this CTA's; -1: none. Asked again where it is needed: registers are
+  // what is short.
+  static __device__ __forceinline__ int64_t row_number(const Params& p) {
+    return p.rows != nullptr ? __ldg(p.rows + blockIdx.x) : int64_t(blockIdx.x);
   }
 
   // 0. Keys ---------------------------------------------------------------------------------------
@@ -354,7 +373,7 @@ struct Topk {
     uint32_t rank_equal = before_equal + (prefix >> 16);
     before_above += total & 0xffff;
     before_equal += total >> 16;
-    int32_t* out = p.out + blockIdx.x * p.out_stride;
+    int32_t* out = p.out + row_number(p) * p.out_stride;
     for (uint32_t left = higher | same; left != 0; left &= left - 1) {
       const int bit = __ffs(left) - 1;
       const bool is_equal = same >> bit & 1;
@@ -371,13 +390,14 @@ struct Topk {
   __device__ void finish() const {
     if (p.blocks == nullptr && p.request_of_row == nullptr) return;
     __syncthreads();  // the row's columns are written, by this CTA
-    int32_t* out = p.out + blockIdx.x * p.out_stride;
-    for (int i = threadIdx.x; i < p.k; i += Threads) out[i] = place(p, blockIdx.x, out[i]);
+    const int64_t r = row_number(p);
+    int32_t* out = p.out + r * p.out_stride;
+    for (int i = threadIdx.x; i < p.k; i += Threads) out[i] = place(p, r, out[i]);
   }
 
   static __device__ int32_t place(const Params& p, int64_t r, int c) {
     int position = c;
-    if (p.blocks != nullptr) position = p.blocks[r * p.blocks_stride + (c >> 3)] * 8 + (c & 7);
+    if (p.blocks != nullptr) position = p.blocks[blockIdx.x * p.blocks_stride + (c >> 3)] * 8 + (c & 7);
     if (p.request_of_row == nullptr) return position;
     const int32_t request = p.request_of_row[r];
     if (p.page_table != nullptr) {

@@ -7,10 +7,11 @@
 namespace sparse_indexer {
 
 struct TopkParams {
-  const void* keys;       // [rows, width] float or bfloat16, row stride `stride`
-  const int32_t* lens;    // [rows]: positions the row sees; columns = ceil(lens / per_column)
+  const void* keys;       // [key rows, width] float or bfloat16, row stride `stride`
+  const int32_t* rows;    // [key rows]: the row of out that is its, -1: none; null: the same
+  const int32_t* lens;    // [key rows]: positions the row sees; columns = ceil(lens / per_column)
   int32_t* out;           // [rows, k], row stride `out_stride`
-  const int32_t* blocks;  // [rows, width / 8], row stride `blocks_stride`, or null
+  const int32_t* blocks;  // [key rows, width / 8], row stride `blocks_stride`, or null
   const int32_t* request_of_row;  // [rows], or null
   const int32_t* request_starts;  // [requests], or null
   const int32_t* page_table;      // [requests, max_pages], row stride `table_stride`, or null
@@ -20,6 +21,7 @@ struct TopkParams {
   int64_t table_stride;
   int32_t width;
   int32_t k;
+  int32_t unused;      // written past a row's count
   int32_t per_column;  // 1, or 8: a column is a block
   int32_t page_size;
   int32_t force_last;  // 1: the last column that counts is selected whatever it holds

@@ -26,9 +26,15 @@ class BackendSpec(NamedTuple):
     make: Callable[..., CandidateIndexer] | None  # None: not in this release
 
 
+def _sm90(device: torch.device, **options: int) -> CandidateIndexer:
+    from sparse_indexer.backends.sm90 import Sm90Indexer  # not before there is a GPU for it
+
+    return Sm90Indexer(device, **options)
+
+
 BACKENDS: dict[str, BackendSpec] = {
     "sm100": BackendSpec("10.x", lambda cc: cc[0] == 10, None),
-    "sm90": BackendSpec("9.0", lambda cc: cc[0] == 9, None),
+    "sm90": BackendSpec("9.0", lambda cc: cc[0] == 9, _sm90),
     "sm80": BackendSpec("8.x, 10.x, 12.x", lambda cc: cc[0] in (8, 10, 12), None),
     "sm70": BackendSpec("7.0, 7.5", lambda cc: cc in ((7, 0), (7, 5)), None),
     "mask": BackendSpec("any, CPU too", lambda cc: True, MaskIndexer),

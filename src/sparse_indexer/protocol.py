@@ -19,27 +19,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-import msgspec
 import torch
 
 from sparse_indexer.errors import expect_tensor, mismatch
 from sparse_indexer.inputs import PrefillIndexerInputs, PrefillPlan
 
 
-class Candidates(msgspec.Struct, frozen=True, eq=False):
+class Candidates:
     """What a source layer publishes. Keep it alive and hand it back unread.
 
     `blocks` and `num_rows` are for tests and integrators; everything else, and what a backend's
     subclass adds, belongs to the backend that made it.
-
-    Attributes:
-        blocks: `[rows, topk_blocks]` int32: ascending ids of the row's blocks of 8 positions,
-            `INT32_MAX` past the row's count.
-        plan: the plan of these rows.
     """
 
-    blocks: torch.Tensor
-    plan: PrefillPlan
+    def __init__(self, blocks: torch.Tensor, plan: PrefillPlan) -> None:
+        self._blocks = blocks
+        self.plan = plan
+
+    @property
+    def blocks(self) -> torch.Tensor:
+        """`[rows, topk_blocks]` int32: ascending ids of each row's blocks, then `INT32_MAX`."""
+        return self._blocks
 
     @property
     def num_rows(self) -> int:

@@ -40,7 +40,7 @@ def index_k(
     max_len: int,
     out_starts: torch.Tensor,
     out_values: torch.Tensor,
-    out_scales: torch.Tensor,
+    out_scales: torch.Tensor | None = None,
 ) -> None:
     """Convert the first `lens[i]` positions of each request i, all requests in one launch.
 
@@ -49,16 +49,23 @@ def index_k(
     page-table slots that only they would use, are not read. A page or column that does not exist
     gives a NaN scale.
 
+    Without `out_scales` the outputs are packed blocks of 8 positions, as Hopper's MMA reads them:
+    chunk c of 16 bytes (16 dims of e4m3, 8 of halves) of position p at byte `c * 128 + p % 8 * 16`
+    of its block, and behind the 8 positions' chunks, at byte 1024 (halves: 2048) `+ p % 8 * 4`,
+    its float32 scale. Positions of a last block past a request's length are not written.
+
     Args:
         keys: a pool or flat keys of any format and layout.
         where: `[requests, max_pages]` int32, the page table of a pool; `[requests]` int32, the
             first column of each request in flat keys.
         lens: `[requests]` int32: positions to convert.
         max_len: at least the largest of `lens`; sizes the grid.
-        out_starts: `[requests]` int32: row of the outputs where a request begins.
+        out_starts: `[requests]` int32: row of the outputs where a request begins; packed: block.
         out_values: `[out rows, 128]` float8_e4m3fn or, sooner done, its codes as uint8 (of fp8 and
-            fp4), float16 (of any) or bfloat16 (of all but fp16).
-        out_scales: `[out rows]` float32: 1 where the values need none.
+            fp4), float16 (of any) or bfloat16 (of all but fp16). Packed: `[out blocks, 1056]` of
+            float8_e4m3fn or uint8, `[out blocks, 1040]` of float16 or bfloat16. Contiguous, at a
+            multiple of 16 bytes.
+        out_scales: `[out rows]` float32: 1 where the values need none. None: packed.
     """
     try:
         module = load(KERNEL, lens.device)

@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+// From an MMA's accumulators to logits: sum over heads of weight * relu(q . k), in fp32.
+//
+// Positions are rows of the MMA, queries its columns: 8 neighboring columns are two heads of each
+// of four query rows, in the order (row, head), so that a thread holds all heads of one query row
+// at two positions. Heads 0, 1, 4, 5, ... and 2, 3, 6, 7, ... are summed apart, ascending, and
+// added at the end: the logit of a row and a position has the same bits in every kernel.
+#pragma once
+
+#include "sparse_indexer/cstdint.h"
+
+namespace sparse_indexer {
+
+template <int Heads>
+struct HeadSum {
+  static constexpr int kRows = 4;            // query rows of an MMA, thread l has row l % 4
+  static constexpr int kN = Heads * kRows;   // its columns
+  static constexpr int kTiles = kN / 8;      // columns by 8
+  using Chains = float[2][2];
+
+  float weights[Heads];
+
+  // `rows` [kRows, Heads]: half the heads' weights, 16-byte aligned.
+  __device__ __forceinline__ void load(const float* rows) {
+    const float* own = rows + threadIdx.x % 4 * Heads;
+#pragma unroll
+    for (int i = 0; i < Heads / 4; ++i) {
+      const float4 w = __ldg(reinterpret_cast<const float4*>(own) + i);
+      weights[4 * i] = w.x, weights[4 * i + 1] = w.y;
+      weights[4 * i + 2] = w.z, weights[4 * i + 3] = w.w;
+    }
+  }
+
+  // Adds columns 8 First and on of the MMA, as many as d holds (as in Wgmma), to the chains; columns
+  // come in order. chains[.][r] is of position l / 4 + 8 r of the warp's 16.
+  template <int First, int Registers>
+  __device__ __forceinline__ void add(const float (&d)[Registers], Chains& chains) const {
+#pragma unroll
+    for (int i = First; i < First + Registers / 4; ++i) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const float x = d[4 * (i - First) + 2 * r + c];
+          const float twice = x + fabsf(x);  // 2 relu(x), NaN kept; fmaxf has half the rate
+          float& sum = chains[i % 2][r];
+          sum = i < 2 && c == 0 ? __fmul_rn(twice, weights[2 * i])
+                                : __fmaf_rn(twice, weights[2 * i + c], sum);
+        }
+      }
+    }
+  }
+
+  // The logit but for the key's scale, of position l / 4 + 8 r.
+  static __device__ __forceinline__ float finish(const Chains& chains, int r) {
+    return __fadd_rn(chains[0][r], chains[1][r]);
+  }
+};
+
+}  // namespace sparse_indexer

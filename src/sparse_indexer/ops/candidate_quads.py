@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The blocks that a quad of rows has as candidates, each once."""
+
+from __future__ import annotations
+
+import torch
+
+from sparse_indexer.errors import blame_argument
+from sparse_indexer.jit import Kernel, load
+
+KERNEL = Kernel("candidate_quads", {"candidate_quads": "sparse_indexer::CandidateQuads"})
+
+
+def candidate_quads(
+    blocks: torch.Tensor,
+    *,
+    max_blocks: int,
+    out_entries: torch.Tensor,
+    out_counts: torch.Tensor,
+) -> None:
+    """Merge the candidate blocks of the rows of each quad (`row_quads`).
+
+    Args:
+        blocks: `[quads, 4, n]` int32, contiguous: ascending ids, then INT32_MAX.
+        max_blocks: ids at or past it are left out; at most 2^24.
+        out_entries: `[quads, width]` int32: ascending block ids, bit 24 + r set if row r of the
+            quad has the block. `width` is at least `min(4 * n, max_blocks)`, or entries are lost.
+        out_counts: `[quads]` int32: entries of each quad; past them nothing is written.
+    """
+    try:
+        load(KERNEL, blocks.device).candidate_quads(blocks, max_blocks, out_entries, out_counts)
+    except Exception as error:
+        blame_argument(error, candidate_quads, locals())
+        raise

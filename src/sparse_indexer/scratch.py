@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scratch memory of one call: one allocation, handed out in pieces."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+_ALIGNMENT = 256
+
+
+class Scratch:
+    """`take` gives the next piece; `restart` takes back all pieces but those before `keep`.
+
+    Sizes go up to powers of two, at most `limit`: the caching allocator then serves calls of
+    growing chunks from the same few blocks.
+    """
+
+    SLACK = 16 * _ALIGNMENT
+    """What alignment may take beyond the bytes of 16 pieces."""
+
+    def __init__(self, nbytes: int, limit: int, device: torch.device) -> None:
+        size = min(1 << max(nbytes - 1, 1).bit_length(), max(limit, nbytes))
+        self._memory = torch.empty(size, dtype=torch.uint8, device=device)
+        self._kept = self._next = 0
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of whatever is there, until the next restart."""
+        piece = self.peek(shape, dtype)
+        self._next += -(-piece.nbytes // _ALIGNMENT) * _ALIGNMENT
+        return piece
+
+    def peek(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """What `take` would give; the next piece shares its memory."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        assert self._next + nbytes <= len(self._memory)
+        return self._memory[self._next : self._next + nbytes].view(dtype).view(shape)
+
+    def keep(self) -> None:
+        """Pieces taken so far survive `restart`."""
+        self._kept = self._next
+
+    def restart(self) -> Scratch:
+        """Itself, with what is not kept free again."""
+        self._next = self._kept
+        return self
