@@ -64,7 +64,7 @@ def pack(
 ) -> torch.Tensor:
     """The bytes of those packed blocks, request i from block starts[i] on, 7 where nothing is."""
     of_values = made[0][0].itemsize * 128
-    packed = torch.full((blocks, 8 * of_values + 32), 7, dtype=torch.uint8, device=DEVICE)
+    packed = torch.full((blocks, 8 * of_values + 128), 7, dtype=torch.uint8, device=DEVICE)
     for (values, scales), start in zip(made, starts, strict=True):
         p = torch.arange(len(values), device=DEVICE)[:, None]
         byte = torch.arange(of_values, device=DEVICE)
@@ -114,7 +114,7 @@ def test_packed_blocks_are_those_values_and_scales(form: str, to: str, layout: s
 
     starts = [2 + sum((n + 7) // 8 for n in lens[:i]) + i for i in range(len(lens))]
     want = pack(made, starts, starts[-1] + 20)
-    width = 1056 if to == "fp8" else 1040
+    width = 1152 if to == "fp8" else 1088
     dtypes = (torch.float8_e4m3fn, torch.uint8) if to == "fp8" else (DTYPES[to],)
     for dtype in dtypes:
         got = torch.full_like(want, 7).view(dtype)
@@ -133,9 +133,9 @@ def test_packed_blocks_are_those_values_and_scales(form: str, to: str, layout: s
 def test_packed_blocks_beyond_two_gigabytes() -> None:
     keys = random_keys(9, "fp8", seed=1, device=DEVICE)
     where = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    blocks = (5 << 29) // 2080
+    blocks = (5 << 29) // 2176
     made = convert(keys, where, [9], "fp16")
-    packed = torch.zeros(blocks, 1040, dtype=torch.float16, device=DEVICE)
+    packed = torch.zeros(blocks, 1088, dtype=torch.float16, device=DEVICE)
     packed[-2:].view(torch.uint8).fill_(7)
     index_k(
         keys,
@@ -273,6 +273,6 @@ def test_what_would_quantize_is_refused() -> None:
             ValueError, match=f"out_values: expected a dtype that holds {form}, got {to}"
         ):
             convert(keys, where, [8], to)
-        packed = torch.zeros(1, 1056 if to == "fp8" else 1040, device=DEVICE).to(DTYPES[to])
+        packed = torch.zeros(1, 1152 if to == "fp8" else 1088, device=DEVICE).to(DTYPES[to])
         with pytest.raises(ValueError, match=f"out_values: expected a dtype that holds {form}"):
             index_k(keys, where, lens=where, max_len=8, out_starts=where, out_values=packed)

@@ -71,7 +71,7 @@ CALLS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
     "index_k, packed": (
         index_k,
         {"keys": POOL, "where": TABLE, "lens": INTS, "max_len": 1, "out_starts": INTS}
-        | {"out_values": cuda(3, 1056, dtype=torch.uint8)},
+        | {"out_values": cuda(3, 1152, dtype=torch.uint8)},
     ),
 }
 ARGUMENTS = [(name, argument) for name, (_, given) in CALLS.items() for argument in given]
@@ -200,7 +200,11 @@ ON = "on cuda:63"
         ("topk, of rows", {"rows": cuda(3)}, f"rows: expected [2] int32 {ON}, got [3] int32 {ON}"),
         ("topk, of rows", {"rows": INTS.long()}, f"rows: expected [2] int32 {ON}, got [2] int64"),
         ("topk, of rows", {"rows": cuda(4)[::2]}, "rows: expected a contiguous tensor, got"),
-        ("topk, of rows", {"rows": None}, f"out: expected [2, k] int32 {ON}, got [5, 8] int32 {ON}"),
+        (
+            "topk, of rows",
+            {"rows": None},
+            f"out: expected [2, k] int32 {ON}, got [5, 8] int32 {ON}",
+        ),
         ("topk, of rows", {"lens": cuda(5)}, f"lens: expected [2] int32 {ON}, got [5] int32"),
         ("topk, of rows", {"blocks": cuda(5, 1)}, f"blocks: expected [2, width / 8] int32 {ON}"),
         ("topk, of rows", {"unused": 1 << 31}, "unused: expected an int of -2147483648 to"),
@@ -208,24 +212,24 @@ ON = "on cuda:63"
         (
             "index_k, packed",
             {"out_values": BYTES},
-            f"out_values: expected [2, 1056] uint8 {ON}, got [2, 128] uint8 {ON}",
+            f"out_values: expected [2, 1152] uint8 {ON}, got [2, 128] uint8 {ON}",
         ),
         (
             "index_k, packed",
-            {"out_values": cuda(3, 1056, dtype=torch.bfloat16)},
-            f"out_values: expected [3, 1040] float16 or bfloat16 {ON}, got [3, 1056] bfloat16",
+            {"out_values": cuda(3, 1152, dtype=torch.bfloat16)},
+            f"out_values: expected [3, 1088] float16 or bfloat16 {ON}, got [3, 1152] bfloat16",
         ),
         (
             "index_k, packed",
-            {"out_values": cuda(3, 1072, dtype=torch.uint8)[:, :1056]},
-            "out_values: expected a contiguous tensor, got strides [1072, 1]",
+            {"out_values": cuda(3, 1168, dtype=torch.uint8)[:, :1152]},
+            "out_values: expected a contiguous tensor, got strides [1168, 1]",
         ),
         (
             "index_k, packed",
             {"out_scales": SCALES},
-            f"out_values: expected [3, 128] uint8 or float16 or bfloat16 {ON}, got [3, 1056] uint8",
+            f"out_values: expected [3, 128] uint8 or float16 or bfloat16 {ON}, got [3, 1152] uint8",
         ),
-        ("index_k", {"out_scales": None}, "out_values: expected [2, 1056] uint8 on"),
+        ("index_k", {"out_scales": None}, "out_values: expected [2, 1152] uint8 on"),
     ],
 )
 def test_what_does_not_fit_together(name: str, wrong: dict[str, Any], message: str) -> None:
@@ -236,8 +240,8 @@ def test_what_does_not_fit_together(name: str, wrong: dict[str, Any], message: s
 @pytest.mark.usefixtures("entries")
 @pytest.mark.parametrize(
     ("dtype", "width"),
-    [(torch.uint8, 1056), (torch.float8_e4m3fn, 1056), (torch.float16, 1040),
-     (torch.bfloat16, 1040)],
+    [(torch.uint8, 1152), (torch.float8_e4m3fn, 1152), (torch.float16, 1088),
+     (torch.bfloat16, 1088)],
 )  # fmt: skip
 def test_packed_blocks_of_every_dtype(dtype: torch.dtype, width: int) -> None:
     op, given = CALLS["index_k, packed"]

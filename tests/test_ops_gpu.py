@@ -55,7 +55,7 @@ def make(name: str) -> Op:
     lens.fill_(200)
     starts = 200 * torch.arange(ROWS, dtype=torch.int32, device=DEVICE)
     if name == "index_k, packed":
-        packed = torch.empty(25 * ROWS, 1040, dtype=torch.float16, device=DEVICE)
+        packed = torch.empty(25 * ROWS, 1088, dtype=torch.float16, device=DEVICE)
         first = starts // 8
         return Op(
             lambda: index_k(

@@ -17,7 +17,7 @@ void dense_block_keys(TensorView keys, TensorView queries, TensorView weights, T
   const bool e4m3 = same(keys.dtype(), uint8);
   const int key_bytes = e4m3 ? 128 : 256;
   Match("keys")
-      .shape({blocks, config::block_bytes(key_bytes) / (e4m3 ? 1 : 2)})
+      .shape({blocks, packed_keys::block_bytes(key_bytes) / (e4m3 ? 1 : 2)})
       .dtype(uint8, float16, bfloat16)
       .on(device)
       .contiguous()
@@ -64,10 +64,11 @@ void dense_block_keys(TensorView keys, TensorView queries, TensorView weights, T
   params.groups = static_cast<int32_t>(quads / of_group);
   params.num_blocks = static_cast<int32_t>(blocks);
   params.width = static_cast<int32_t>(width);
-  const char* symbol = e4m3 ? (heads == 32 ? "dense_block_keys_e4m3_32" : "dense_block_keys_e4m3_64")
-                       : same(keys.dtype(), float16)
-                           ? (heads == 32 ? "dense_block_keys_f16_32" : "dense_block_keys_f16_64")
-                           : (heads == 32 ? "dense_block_keys_bf16_32" : "dense_block_keys_bf16_64");
+  const char* symbol =
+      e4m3 ? (heads == 32 ? "dense_block_keys_e4m3_32" : "dense_block_keys_e4m3_64")
+      : same(keys.dtype(), float16)
+          ? (heads == 32 ? "dense_block_keys_f16_32" : "dense_block_keys_f16_64")
+          : (heads == 32 ? "dense_block_keys_bf16_32" : "dense_block_keys_bf16_64");
   Launch(symbol, device)
       .grid(on_device(device).sm_count)
       .block(128 * (1 + config::kWarpgroups))

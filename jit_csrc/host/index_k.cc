@@ -49,9 +49,9 @@ void convert(IndexKParams& params, const Format& from, const Work& work, Size& r
   if (work.out_scales.has_value()) {
     out_values.shape({out_rows, 128}).dtype(uint8, float16, bfloat16);
   } else if (same(to, uint8)) {
-    out_values.shape({out_blocks, index_k_config::kPackedBytes}).dtype(uint8);
+    out_values.shape({out_blocks, packed_keys::block_bytes(128)}).dtype(uint8);
   } else {
-    out_values.shape({out_blocks, index_k_config::kPackedHalves}).dtype(float16, bfloat16);
+    out_values.shape({out_blocks, packed_keys::block_bytes(256) / 2}).dtype(float16, bfloat16);
   }
   out_values.on(device).contiguous().aligned(16).check(work.out_values);
   if (work.out_scales.has_value()) {

@@ -12,22 +12,23 @@ using namespace sparse_indexer;
 
 namespace {
 
-void row_quads(TensorView request_of_row, TensorView lens, tvm::ffi::Bytes requests, TensorView out_rows,
-               TensorView out_slots, TensorView out_slot_lens, TensorView out_lens, TensorView out_first, TensorView out_request_lens,
+void row_quads(TensorView request_of_row, TensorView lens, tvm::ffi::Bytes requests,
+               TensorView out_rows, TensorView out_slots, TensorView out_slot_lens,
+               TensorView out_lens, TensorView out_first, TensorView out_request_lens,
                TensorView out_request_first) {
   Size rows("rows"), quads("quads");
   const auto count = static_cast<int64_t>(requests.size() / sizeof(RowQuadsRequest));
   Device device;
-  Match("request_of_row")
-      .shape({rows})
-      .dtype(int32)
-      .on(device)
-      .contiguous()
-      .check(request_of_row);
+  Match("request_of_row").shape({rows}).dtype(int32).on(device).contiguous().check(request_of_row);
   Match("lens").shape({rows}).dtype(int32).on(device).contiguous().check(lens);
   Match("out_rows").shape({quads, 4}).dtype(int32).on(device).contiguous().check(out_rows);
   Match("out_slots").shape({rows}).dtype(int32).on(device).contiguous().check(out_slots);
-  Match("out_slot_lens").shape({quads, 4}).dtype(int32).on(device).contiguous().check(out_slot_lens);
+  Match("out_slot_lens")
+      .shape({quads, 4})
+      .dtype(int32)
+      .on(device)
+      .contiguous()
+      .check(out_slot_lens);
   Match("out_lens").shape({quads}).dtype(int32).on(device).contiguous().check(out_lens);
   Match("out_first").shape({quads}).dtype(int32).on(device).contiguous().check(out_first);
   Match("out_request_lens")

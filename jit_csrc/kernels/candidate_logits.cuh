@@ -4,12 +4,15 @@
 // Neighboring rows want nearly the same blocks. A quad of rows gathers each block that any of
 // them wants once, by a copy of 1 KB to shared memory, scores it for all four on Hopper's tensor
 // cores, and writes a row's 8 logits at the rank that the block has in the row's own list. Four
-// producer warps walk the quad's list and count the ranks, a stage of blocks at a time; each
-// consumer warpgroup scores 8 blocks of a stage. The stages of all quads are cut into equal parts,
-// one a CTA. A logit has the same bits as in dense_block_keys: the same MMA, the same head sum.
+// producer warps walk the quad's list, a stage of blocks at a time; each
+// consumer warpgroup scores 8 blocks of a stage, with two MMAs under way as in dense_block_keys,
+// and the same sums: a logit has the same bits. With 32 heads the two are of two stages, with 64
+// the two halves of the heads. The units, of 8 stages each, of all quads are cut into equal parts,
+// one a CTA; stages past the end of a quad's list are scored, too, but nothing of them is written.
 #pragma once
 
 #include "kernels/candidate_logits.h"
+#include "kernels/candidate_quads.h"
 #include "sparse_indexer/head_sum.cuh"
 #include "sparse_indexer/hopper.cuh"
 #include "sparse_indexer/parts.cuh"
@@ -21,182 +24,250 @@ struct CandidateLogits {
   using Params = CandidateLogitsParams;
   using Sum = HeadSum<Heads>;
   static constexpr int kRows = Sum::kRows;
-  static constexpr int kWarpgroups = candidate_logits_config::warpgroups(Heads);
-  static constexpr int kRegisters = Heads == 32 ? 152 : 216;
-  static constexpr int kProducerRegisters = Heads == 32 ? 56 : 72;
+  static constexpr int kWarpgroups = candidate_logits_config::kWarpgroups;
   static constexpr int kThreads = 128 * (1 + kWarpgroups);
   static constexpr int kMinBlocks = 1;
+  static constexpr int kN = 128;  // columns of an MMA
   static constexpr int kKeyBytes = E == Element::kE4m3 ? 128 : 256;
-  static constexpr int kBlockBytes = candidate_logits_config::block_bytes(kKeyBytes);
-  static constexpr int kStageBlocks = 8 * kWarpgroups;
+  static constexpr int kBlockBytes = packed_keys::block_bytes(kKeyBytes);
+  static constexpr int kStageBlocks = candidate_logits_config::kStageBlocks;
+  static constexpr int kTiles = kStageBlocks / 8 / kWarpgroups;  // of a stage, for a warpgroup
+  static constexpr int kUnitStages = candidate_logits_config::kUnitStages;
+  static constexpr int kCopyBytes = packed_keys::used_bytes(kKeyBytes);
   static constexpr int kStageBytes = kStageBlocks * kBlockBytes;
   static constexpr int kQueryBytes = Sum::kN * kKeyBytes;
+  static constexpr int kBuffers = candidate_logits_config::buffers(kKeyBytes, Heads);
   static constexpr int kStages = candidate_logits_config::stages(kKeyBytes, Heads);
-  static constexpr int kProducers = 4;  // warps; a copy takes one of them some 70 clocks to issue
-  static constexpr int kNone = 0xffff;
-  static_assert(kStages >= 2, "loads overlap with scoring");
+  static constexpr int kProducers = 4;  // warps
+  static constexpr int kIdBits = candidate_quads_config::kIdBits;
+  static constexpr uint32_t kIdMask = (1u << kIdBits) - 1;
+  static_assert(kStageBlocks == candidate_quads_config::kRankEvery, "a stage's ranks are written");
+  static constexpr int kNone = -1;
+  static_assert(kStages >= 2, "a stage is scored while the next is loaded");
+  static_assert(kTiles == 2, "with 32 heads two MMAs are of the two tiles");
   static_assert(kRows == 4 && kBlockBytes % 16 == 0, "an entry's ranks are one load; bulk copies");
 
   struct Shared {
-    alignas(16) uint8_t queries[2][kQueryBytes];
-    alignas(16) uint8_t keys[kStages][kStageBytes];
-    uint16_t ranks[kStages][kStageBlocks][kRows];  // of a block in each row's list, or kNone
-    uint64_t full[kStages], empty[kStages], queries_full[2], queries_empty[2];
+    alignas(128) uint8_t queries[kBuffers][kQueryBytes];
+    alignas(128) uint8_t keys[kStages][kStageBytes];
+    alignas(16) int32_t at_bytes[kStages][kStageBlocks][kRows];  // of a block's logits in each row
+    uint64_t full[kStages], empty[kStages], queries_full[kBuffers], queries_empty[kBuffers];
     Part part;
   };
   static_assert(sizeof(Shared) <= candidate_logits_config::shared_bytes(kKeyBytes, Heads),
                 "the launch's");
 
-  struct StagesOf {
+  struct UnitsOf {
     const Params& p;
     __device__ int operator()(int quad) const {
-      return (p.counts[quad] + kStageBlocks - 1) / kStageBlocks;
+      return (p.counts[quad] + kUnitStages * kStageBlocks - 1) / (kUnitStages * kStageBlocks);
     }
   };
 
   static __device__ void run(const Params& p) {
-    extern __shared__ uint4 raw[];
+    extern __shared__ __align__(128) uint8_t raw[];
     Shared& s = *reinterpret_cast<Shared*>(raw);
     if (threadIdx.x == 0) {
       for (int i = 0; i < kStages; ++i) {
-        barrier_init(&s.full[i], kProducers), barrier_init(&s.empty[i], 4 * kWarpgroups);
+        barrier_init(&s.full[i], 1), barrier_init(&s.empty[i], 4 * kWarpgroups);
       }
-      for (int i = 0; i < 2; ++i) {
+      for (int i = 0; i < kBuffers; ++i) {
         barrier_init(&s.queries_full[i], 1), barrier_init(&s.queries_empty[i], 4 * kWarpgroups);
       }
       barrier_init_fence();
     }
-    find_part<kThreads>(p.quads, StagesOf{p}, s.part);
+    find_part<kThreads>(p.quads, UnitsOf{p}, s.part);
     __syncthreads();  // barriers and part are there
     if (threadIdx.x < 128) {
-      fewer_registers<kProducerRegisters>();
+      fewer_registers<40>();
       produce(p, s, s.part);
     } else {
-      more_registers<kRegisters>();
+      more_registers<232>();
       consume(p, s, s.part);
     }
   }
 
+  // One warp of four; each fills every fourth stage.
   static __device__ void produce(const Params& p, Shared& s, const Part& part) {
     const int producer = threadIdx.x / 32, lane = threadIdx.x % 32;
-    int at = 0, phase = 0, quads = 0;
-    for_each_group(part, StagesOf{p}, [&](int quad, int first, int stop) {
+    uint32_t n = 0;  // stages so far
+    int quads = 0;
+    for_each_group(part, UnitsOf{p}, [&](int quad, int first, int stop) {
       if (threadIdx.x == 0) {
-        const int buffer = quads % 2;
-        if (quads >= 2) barrier_wait(&s.queries_empty[buffer], (quads / 2 - 1) & 1);
+        const int buffer = quads % kBuffers;
+        if (quads >= kBuffers) {
+          barrier_wait(&s.queries_empty[buffer], (quads / kBuffers - 1) & 1);
+        }
         barrier_expect(&s.queries_full[buffer], kQueryBytes);
         bulk_copy(s.queries[buffer], p.queries + int64_t(quad) * kQueryBytes, kQueryBytes,
                   &s.queries_full[buffer]);
       }
       ++quads;
       const uint32_t* entries = p.entries + quad * p.entries_stride;
-      const int count = p.counts[quad];
-      const int keys = p.quad_first[quad];
-      // Blocks of each row before this lane's entry; lane r of a row finds how many precede `first`.
-      int before = 0;
-      if (first > 0) before = rank_of(p, quad, entries[first * kStageBlocks] & 0xffffff);
-      int index = first * kStageBlocks + lane;
-      uint32_t entry = lane < kStageBlocks && index < count ? entries[index] : 0;
-      for (int i = first; i < stop; ++i) {
-        const uint32_t now = entry;
-        const bool there = lane < kStageBlocks && index < count;
-        index += kStageBlocks;
-        entry = lane < kStageBlocks && index < count ? entries[index] : 0;  // the next, meanwhile
-        barrier_wait(&s.empty[at], phase ^ 1);
-        uint32_t ranks[kRows];
+      const auto* ranks = reinterpret_cast<const uint2*>(p.ranks) + quad * p.ranks_stride;
+      const int count = p.counts[quad], keys = p.quad_first[quad];
+      const int begin = first * kUnitStages, end = stop * kUnitStages;
+      const int mine = begin + ((producer - n) % kProducers + kProducers) % kProducers;
+      // This lane's entry of stage i, and the ranks before the stage; 0 past the list's end.
+      auto entry_of = [&](int i) {
+        const int index = i * kStageBlocks + lane;
+        return index < count ? __ldg(entries + index) : 0;
+      };
+      auto ranks_of = [&](int i) {
+        return i * kStageBlocks < count ? __ldg(ranks + i) : make_uint2(0, 0);
+      };
+      uint32_t next = entry_of(mine);
+      uint2 next_ranks = ranks_of(mine);
+      for (int i = mine; i < end; i += kProducers) {
+        const uint32_t entry = next;
+        const uint2 before = next_ranks;
+        next = entry_of(i + kProducers), next_ranks = ranks_of(i + kProducers);  // meanwhile
+        const uint32_t stage = n + (i - begin), at = stage % kStages;
+        const int block = min(keys + static_cast<int>(entry & kIdMask), p.num_blocks - 1);
+        const uint32_t bases[kRows] = {before.x & 0xffff, before.x >> 16, before.y & 0xffff,
+                                       before.y >> 16};
+        int at_bytes[kRows];
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
-          const bool wanted = there && (now >> (24 + r) & 1);
-          const uint32_t rows = __ballot_sync(~0u, wanted);
-          const int rank = __shfl_sync(~0u, before, r) + __popc(rows & ((1u << lane) - 1));
-          ranks[r] = wanted && rank < p.out_blocks ? rank : kNone;
-          if (lane == r) before += __popc(rows);
+          const bool has = entry >> (kIdBits + r) & 1;
+          const uint32_t rows = __ballot_sync(~0u, has);
+          const int rank = static_cast<int>(bases[r]) + __popc(rows & ((1u << lane) - 1));
+          at_bytes[r] = has && rank < p.out_blocks ? rank * 32 : kNone;
         }
-        if (producer == 0 && lane < kStageBlocks) {
-          *reinterpret_cast<uint2*>(s.ranks[at][lane]) =
-              make_uint2(ranks[0] | ranks[1] << 16, ranks[2] | ranks[3] << 16);
+        barrier_wait(&s.empty[at], stage / kStages & 1 ^ 1);
+        *reinterpret_cast<int4*>(s.at_bytes[at][lane]) =
+            make_int4(at_bytes[0], at_bytes[1], at_bytes[2], at_bytes[3]);
+        __syncwarp();  // the places are written before the barrier says so
+        const bool elected = elect_one();
+        if (elected) barrier_expect(&s.full[at], kStageBlocks * kCopyBytes);
+        // Past the list's end the request's first block is copied, unused: no branch, few
+        // registers.
+#pragma unroll 4
+        for (int j = 0; j < kStageBlocks; ++j) {
+          const int of_lane = __shfl_sync(~0u, block, j);
+          if (elected) {
+            bulk_copy(s.keys[at] + j * kBlockBytes, p.keys + int64_t(of_lane) * kBlockBytes,
+                      kCopyBytes, &s.full[at]);
+          }
         }
-        const bool copies = there && lane % kProducers == producer;
-        const int bytes = __popc(__ballot_sync(~0u, copies)) * kBlockBytes;
-        __syncwarp();  // the ranks are written before the barrier says so
-        if (lane == 0) barrier_expect(&s.full[at], bytes);
-        __syncwarp();  // and the bytes are expected before they come
-        if (copies) {
-          const int block = min(keys + static_cast<int>(now & 0xffffff), p.num_blocks - 1);
-          bulk_copy(s.keys[at] + lane * kBlockBytes, p.keys + int64_t(block) * kBlockBytes,
-                    kBlockBytes, &s.full[at]);
-        }
-        if (++at == kStages) at = 0, phase ^= 1;
       }
+      n += end - begin;
     });
   }
 
-  // Candidates of row `lane` of the quad below this block; 0 for lanes past the rows.
-  static __device__ int rank_of(const Params& p, int quad, uint32_t block) {
-    const int lane = threadIdx.x % 32;
-    if (lane >= kRows) return 0;
-    const int32_t* blocks = p.blocks + (int64_t(quad) * kRows + lane) * p.n;
-    int low = 0, high = p.n;
-    while (low < high) {
-      const int middle = (low + high) / 2;
-      if (static_cast<uint32_t>(blocks[middle]) < block) {
-        low = middle + 1;
-      } else {
-        high = middle;
-      }
-    }
-    return low;
-  }
-
   static __device__ void consume(const Params& p, Shared& s, const Part& part) {
+    // The compiler knows a shuffled value is the same in all lanes: it keeps it in uniform
+    // registers.
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int block = warpgroup * 8 + warp * 2;  // of the stage: this warp's first of two
-    int at = 0, phase = 0, quads = 0;
-    for_each_group(part, StagesOf{p}, [&](int quad, int first, int stop) {
-      const int buffer = quads & 1;
+    const int block = warpgroup * 8 * kTiles + warp * 2;  // of a stage: this warp's first of two
+    const int scales = block * kBlockBytes + 8 * kKeyBytes + g * 4;
+    const uint32_t keys = shared_address(s.keys[0]) + warpgroup * 8 * kTiles * kBlockBytes;
+    uint32_t n = 0;  // stages so far
+    int quads = 0;
+    for_each_group(part, UnitsOf{p}, [&](int quad, int first, int stop) {
+      const int buffer = quads % kBuffers;
       Sum head;
       head.load(p.weights + int64_t(quad) * kRows * Heads);
-      float* out = p.out + (int64_t(quad) * kRows + t) * p.out_stride + g;
-      barrier_wait(&s.queries_full[buffer], quads / 2 & 1);
+      char* out = reinterpret_cast<char*>(p.out + (int64_t(quad) * kRows + t) * p.out_stride + g);
+      asm volatile("" : "+l"(out));  // kept, not computed again for each tile
+      barrier_wait(&s.queries_full[buffer], quads / kBuffers & 1);
       ++quads;
       const uint32_t queries = operand(shared_address(s.queries[buffer]));
-      const int count = p.counts[quad];
+
+      // Issues the MMA of a tile and half `half` of the heads; with 32 heads half 0 is all.
+      auto score = [&](float (&d)[kN / 2], uint32_t stage, int tile, int half) {
+        const uint32_t a = operand(keys + stage % kStages * kStageBytes + tile * 8 * kBlockBytes);
+        const uint32_t b = queries + half * kN * kKeyBytes / 16;
+        // 0, but the compiler cannot tell, and keeps the accumulators where they are: no spills.
+        // With 32 heads it would copy them, which costs more than the few spills.
+        const int zero = Heads == 64 ? p.quads >> 31 : 0;
+        wgmma_use(d);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < kKeyBytes / 32; ++k) {
+          Wgmma<E, kN, kBlockBytes, 8 * kKeyBytes>::issue(d, a + k * 16, b + k * 16,
+                                                          k > 0 ? 1 : zero);
+        }
+        wgmma_commit();
+      };
+      auto wait = [&](uint32_t stage) {
+        barrier_wait(&s.full[stage % kStages], stage / kStages & 1);
+      };
+      // Writes the logits of a tile of stage n; with the last one the stage is free.
+      auto write = [&](const typename Sum::Chains& chains, int tile) {
+        const uint8_t* from = s.keys[n % kStages] + scales + tile * 8 * kBlockBytes;
+        const float scale[2] = {*reinterpret_cast<const float*>(from),
+                                *reinterpret_cast<const float*>(from + kBlockBytes)};
+        const int32_t (*places)[kRows] = &s.at_bytes[n % kStages][block + tile * 8];
+        const int place[2] = {places[0][t], places[1][t]};
+        if (tile == kTiles - 1) {
+          __syncwarp();  // all lanes have read the scales and places
+          if (lane == 0) barrier_arrive(&s.empty[n % kStages]);
+          ++n;
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const float logit = Sum::finish(chains, r) * scale[r];
+          if (place[r] >= 0) *reinterpret_cast<float*>(out + place[r]) = logit;
+        }
+      };
+
 #pragma unroll 1
       for (int i = first; i < stop; ++i) {
-        barrier_wait(&s.full[at], phase);
-        if (i * kStageBlocks + warpgroup * 8 < count) {
-          float d[Sum::kN / 2];
-          const uint32_t keys = operand(shared_address(s.keys[at]) + warpgroup * 8 * kBlockBytes);
-          wgmma_use(d);
-          wgmma_fence();
+        float one[kN / 2], two[kN / 2];
+        typename Sum::Chains chains;
+        wait(n);
+        score(one, n, 0, 0);
+        score(two, n, Heads == 32, Heads == 64);
 #pragma unroll
-          for (int k = 0; k < kKeyBytes / 32; ++k) {
-            Wgmma<E, Sum::kN, kBlockBytes, 8 * kKeyBytes>::issue(d, keys + k * 16, queries + k * 16, k > 0);
-          }
-          wgmma_commit();
-          const uint8_t* scales = s.keys[at] + block * kBlockBytes + 8 * kKeyBytes + g * 4;
-          const float scale[2] = {*reinterpret_cast<const float*>(scales),
-                                  *reinterpret_cast<const float*>(scales + kBlockBytes)};
-          const int rank[2] = {s.ranks[at][block][t], s.ranks[at][block + 1][t]};
-          wgmma_wait<0>();
-          wgmma_use(d);
-          __syncwarp();  // all lanes have read the scales and ranks
-          if (lane == 0) barrier_arrive(&s.empty[at]);
-          typename Sum::Chains chains;
-          head.template add<0>(d, chains);
+        for (int stage = 0; stage < kUnitStages; ++stage) {
+          const bool last = stage + 1 == kUnitStages;
+          if constexpr (Heads == 32) {
+            const uint32_t next = n + 1;
+            wgmma_wait<1>();
+            wgmma_use(one);
+            head.template add<0>(one, chains);
+            if (!last) wait(next);
+            if (!last) score(one, next, 0, 0);
+            write(chains, 0);
+            wait_but<1>(last);
+            wgmma_use(two);
+            head.template add<0>(two, chains);
+            if (!last) score(two, next, 1, 0);
+            write(chains, 1);
+          } else {
 #pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            if (rank[r] != kNone) out[rank[r] * 8] = Sum::finish(chains, r) * scale[r];
+            for (int tile = 0; tile < kTiles; ++tile) {
+              const bool end = last && tile == kTiles - 1;
+              const uint32_t next = tile == kTiles - 1 ? n + 1 : n;
+              wgmma_wait<1>();
+              wgmma_use(one);
+              head.template add<0>(one, chains);
+              if (!end && next != n) wait(next);
+              if (!end) score(one, next, (tile + 1) % kTiles, 0);
+              wait_but<1>(end);
+              wgmma_use(two);
+              head.template add<Sum::kTiles / 2>(two, chains);
+              if (!end) score(two, next, (tile + 1) % kTiles, 1);
+              write(chains, tile);
+            }
           }
-        } else if (lane == 0) {
-          barrier_arrive(&s.empty[at]);
         }
-        if (++at == kStages) at = 0, phase ^= 1;
       }
       __syncwarp();
       if (lane == 0) barrier_arrive(&s.queries_empty[buffer]);
     });
+  }
+
+  // At most `Pending` MMAs are under way, or none.
+  template <int Pending>
+  static __device__ __forceinline__ void wait_but(bool none) {
+    if (none) {
+      wgmma_wait<0>();
+    } else {
+      wgmma_wait<Pending>();
+    }
   }
 };
 

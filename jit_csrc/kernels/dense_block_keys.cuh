@@ -5,10 +5,10 @@
 // A CTA keeps the queries of a group of rows of one request in shared memory and runs along the
 // keys, 64 positions at a time: one producer thread copies, each consumer warpgroup scores them for
 // its own rows. Positions are rows of the MMA, so a block is one 8-row core matrix whose max is a
-// reduction over lane / 4. A warpgroup's queries are two MMAs: while one is on the tensor cores, the
-// accumulators of the other are summed. That ends every unit of blocks, since the compiler does not
-// let accumulators be in flight from one turn of a loop to the next. The work, units of all groups,
-// is cut into equal parts, one a CTA.
+// reduction over lane / 4. A warpgroup's queries are two MMAs: while one is on the tensor cores,
+// the accumulators of the other are summed. That ends every unit of blocks, since the compiler does
+// not let accumulators be in flight from one turn of a loop to the next. The work, units of all
+// groups, is cut into equal parts, one a CTA.
 //
 // The newest block of a row may hold positions that the row does not see; whoever reads the keys
 // selects that block whatever its key. Keys of blocks past the row's are of no meaning.
@@ -28,22 +28,23 @@ struct DenseBlockKeys {
   static constexpr int kThreads = 128 * (1 + kWarpgroups);
   static constexpr int kMinBlocks = 1;
   using Sum = HeadSum<Heads>;
-  static constexpr int kQuads = 64 / Heads;               // of a warpgroup
+  static constexpr int kQuads = 64 / Heads;                 // of a warpgroup
   static constexpr int kGroupQuads = kQuads * kWarpgroups;  // of a CTA at a time
-  static constexpr int kN = 128;                          // columns of an MMA: half a warpgroup's
+  static constexpr int kN = 128;                            // columns of an MMA: half a warpgroup's
   static constexpr int kKeyBytes = E == Element::kE4m3 ? 128 : 256;
-  static constexpr int kBlockBytes = dense_block_keys_config::block_bytes(kKeyBytes);
+  static constexpr int kBlockBytes = packed_keys::block_bytes(kKeyBytes);
   static constexpr int kQueryBytes = 2 * kN * kWarpgroups * kKeyBytes;
   static constexpr int kStages = dense_block_keys_config::stages(kKeyBytes);
   static constexpr int kStageBytes = 8 * kBlockBytes;  // the positions of an MMA
   static constexpr int kUnitBlocks = dense_block_keys_config::kUnitBlocks;
   static constexpr int kUnitStages = kUnitBlocks / 8;
-  static_assert(kGroupQuads == dense_block_keys_config::quads_of_group(Heads), "as the host has it");
+  static_assert(kGroupQuads == dense_block_keys_config::quads_of_group(Heads),
+                "as the host has it");
   static_assert(kBlockBytes % 16 == 0, "bulk copies");
 
   struct Shared {
-    alignas(16) uint8_t queries[kQueryBytes];
-    alignas(16) uint8_t keys[kStages][kStageBytes];
+    alignas(128) uint8_t queries[kQueryBytes];
+    alignas(128) uint8_t keys[kStages][kStageBytes];
     uint64_t full[kStages], empty[kStages], queries_full, queries_empty;
     Part part;
   };
@@ -61,7 +62,7 @@ struct DenseBlockKeys {
   };
 
   static __device__ void run(const Params& p) {
-    extern __shared__ uint4 raw[];
+    extern __shared__ __align__(128) uint8_t raw[];
     Shared& s = *reinterpret_cast<Shared*>(raw);
     if (threadIdx.x == 0) {
       for (int i = 0; i < kStages; ++i) {
@@ -103,7 +104,8 @@ struct DenseBlockKeys {
   }
 
   static __device__ void consume(const Params& p, Shared& s, const Part& part) {
-    // The compiler knows a shuffled value is the same in all lanes: it keeps it in uniform registers.
+    // The compiler knows a shuffled value is the same in all lanes: it keeps it in uniform
+    // registers.
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, g = lane / 4;
     const uint32_t queries = shared_address(s.queries) + warpgroup * 2 * kN * kKeyBytes;
@@ -127,8 +129,8 @@ struct DenseBlockKeys {
         barrier_wait(&s.full[n % kStages], n / kStages & 1);
         const uint8_t* keys = s.keys[n % kStages];
         float lower[kN / 2], upper[kN / 2];
-        score(lower, keys, lower_queries);
-        score(upper, keys, upper_queries);
+        score(p, lower, keys, lower_queries);
+        score(p, upper, keys, upper_queries);
 #pragma unroll
         for (int stage = 0; stage < kUnitStages; ++stage) {
           const bool more = stage + 1 < kUnitStages;
@@ -144,7 +146,7 @@ struct DenseBlockKeys {
           if (more) {
             barrier_wait(&s.full[n % kStages], n / kStages & 1);
             keys = s.keys[n % kStages];
-            score(lower, keys, lower_queries);
+            score(p, lower, keys, lower_queries);
             wgmma_wait<1>();
           } else {
             wgmma_wait<0>();
@@ -157,7 +159,7 @@ struct DenseBlockKeys {
           __syncwarp();  // all lanes have read the scales
           if (lane == 0) barrier_arrive(empty);
           sums[kQuads - 1].template add<kQuads == 2 ? 0 : Sum::kTiles / 2>(upper, chains);
-          if (more) score(upper, keys, upper_queries);
+          if (more) score(p, upper, keys, upper_queries);
           v[kQuads - 1][0] = Sum::finish(chains, 0) * low_scale;
           v[kQuads - 1][1] = Sum::finish(chains, 1) * high_scale;
           const float key = max_of_blocks(v);
@@ -171,14 +173,17 @@ struct DenseBlockKeys {
   }
 
   // Issues the MMA of 64 positions and half the queries of a warpgroup.
-  static __device__ __forceinline__ void score(float (&d)[kN / 2], const uint8_t* keys,
-                                               uint32_t queries) {
+  static __device__ __forceinline__ void score(const Params& p, float (&d)[kN / 2],
+                                               const uint8_t* keys, uint32_t queries) {
     const uint32_t a = operand(shared_address(keys));
+    // 0, but the compiler cannot tell, and keeps the accumulators where they are: no spills.
+    const int zero = p.groups >> 31;
     wgmma_use(d);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kKeyBytes / 32; ++k) {
-      Wgmma<E, kN, kBlockBytes, 8 * kKeyBytes>::issue(d, a + k * 16, queries + k * 16, k > 0);
+      Wgmma<E, kN, kBlockBytes, 8 * kKeyBytes>::issue(d, a + k * 16, queries + k * 16,
+                                                      k > 0 ? 1 : zero);
     }
     wgmma_commit();
   }

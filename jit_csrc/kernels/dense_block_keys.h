@@ -2,7 +2,7 @@
 // What host and device share of `dense_block_keys`.
 #pragma once
 
-#include "sparse_indexer/cstdint.h"
+#include "kernels/packed_keys.h"
 
 namespace sparse_indexer {
 
@@ -30,12 +30,10 @@ constexpr int quads_of_group(int heads) {
 constexpr int stages(int key_bytes) {  // of 64 positions, as many as shared memory holds
   return key_bytes == 128 ? 16 : 5;
 }
-constexpr int block_bytes(int key_bytes) {
-  return 8 * key_bytes + 32;
-}
 // Queries, keys, barriers and the CTA's part.
 constexpr int shared_bytes(int key_bytes) {
-  return kWarpgroups * 256 * key_bytes + stages(key_bytes) * (8 * block_bytes(key_bytes) + 16) + 32;
+  return kWarpgroups * 256 * key_bytes +
+         stages(key_bytes) * 8 * packed_keys::block_bytes(key_bytes) + 512;
 }
 
 }  // namespace dense_block_keys_config

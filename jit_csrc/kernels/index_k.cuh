@@ -10,10 +10,9 @@
 //             exponents lie within 23. From bf16: exact for elements within 2^-23 of the largest.
 //   to bf16   from fp8, fp4: exact, the fp4 scales in the values.
 //
-// Packed, 8 positions and their scales are one block, in the order of core matrices that Hopper's
-// MMA reads without swizzle: chunk c of 16 bytes (16 dims of e4m3, 8 of halves) of position p is at
-// c * 128 + p % 8 * 16, behind the chunks comes the scale, 4 bytes a position. A block is thus one
-// contiguous copy, and a multiple of 16 bytes.
+// Packed (packed_keys.h), 8 positions and their scales are one block, in the order of core matrices
+// that Hopper's MMA reads without swizzle: chunk c of 16 bytes (16 dims of e4m3, 8 of halves) of
+// position p is at c * 128 + p % 8 * 16, behind the chunks comes the scale, 4 bytes a position.
 //
 // A NaN scale (ue8m0 code 255) makes the position's scale NaN, so does a page or column that does
 // not exist. Positions at or past a request's length are not looked up and not written.
@@ -68,12 +67,9 @@ struct IndexK {
         store<1>(static_cast<uint4*>(p.out_values) + (row * kLanes + lane) * kChunks, out);
         if (lane == 0) p.out_scales[row] = scale;
       } else {
-        constexpr int kValues = kLanes * kChunks * kBlock;  // uint4 of a block, before its scales
-        constexpr int kStep = kValues + index_k_config::kPackedScales / index_k_config::kChunkBytes;
-        static_assert(kStep * index_k_config::kChunkBytes ==
-                          (To == KeyFormat::kFp8 ? index_k_config::kPackedBytes
-                                                 : index_k_config::kPackedHalves * 2),
-                      "what the host expects of a block");
+        constexpr int kKeyBytes = kLanes * kOutWords * 4;
+        constexpr int kValues = packed_keys::value_bytes(kKeyBytes) / 16;
+        constexpr int kStep = packed_keys::block_bytes(kKeyBytes) / 16;
         uint4* block = static_cast<uint4*>(p.out_values) + (start + position / kBlock) * kStep;
         store<kBlock>(block + lane * kChunks * kBlock + position % kBlock, out);
         if (lane == 0) reinterpret_cast<float*>(block + kValues)[position % kBlock] = scale;

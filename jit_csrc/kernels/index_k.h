@@ -2,7 +2,7 @@
 // What host and device share of `index_k`.
 #pragma once
 
-#include "sparse_indexer/cstdint.h"
+#include "kernels/packed_keys.h"
 
 namespace sparse_indexer {
 
@@ -32,12 +32,7 @@ constexpr int kThreads = 256;
 constexpr int kLanes = 8;  // threads of a position, 16 dims each
 constexpr int kPasses = 4;
 constexpr int kPart = kThreads / kLanes * kPasses;  // positions of a CTA
-// A packed block: 8 positions' values in chunks of 16 bytes, then their scales.
-constexpr int kBlock = 8;
-constexpr int kChunkBytes = 16;
-constexpr int kPackedScales = kBlock * 4;                          // bytes
-constexpr int kPackedBytes = kBlock * 128 + kPackedScales;         // of e4m3
-constexpr int kPackedHalves = (kBlock * 256 + kPackedScales) / 2;  // of fp16, bf16
+constexpr int kBlock = 8;                           // positions of a packed block
 
 }  // namespace index_k_config
 }  // namespace sparse_indexer

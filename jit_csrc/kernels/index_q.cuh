@@ -4,8 +4,8 @@
 // less than relu(x)).
 //
 // Of a quad, column 8 i + 2 r + c is head 2 i + c of row r. Eight columns are a core matrix: chunks
-// of 16 bytes, chunk after chunk, within a chunk the 8 columns. Heads past the given ones, and slots
-// without a row, are zeros with zero weights.
+// of 16 bytes, chunk after chunk, within a chunk the 8 columns. Heads past the given ones, and
+// slots without a row, are zeros with zero weights.
 #pragma once
 
 #include "kernels/index_k.cuh"
@@ -52,10 +52,10 @@ struct IndexQ {
     if (lane == 0) {
       float weight = 0.0f;
       if (there) {
-        weight = p.bf16_weights != 0
-                     ? __uint_as_float(uint32_t(static_cast<const uint16_t*>(p.head_weights)[at])
-                                       << 16)
-                     : static_cast<const float*>(p.head_weights)[at];
+        weight =
+            p.bf16_weights != 0
+                ? __uint_as_float(uint32_t(static_cast<const uint16_t*>(p.head_weights)[at]) << 16)
+                : static_cast<const float*>(p.head_weights)[at];
         weight = weight * scale * 0.5f;
       }
       p.out_weights[(quad * 4 + r) * p.out_heads + head] = weight;

@@ -14,16 +14,16 @@ struct IndexQParams {
   uint8_t* out_values;       // [quads, 4 rows * out_heads, 128]
   float* out_weights;        // [quads, 4, out_heads]
   int32_t heads;
-  int32_t out_heads;         // 32 or 64
-  int32_t bf16_weights;      // 1: head_weights are bfloat16
-  int32_t parts;             // CTAs a quad
+  int32_t out_heads;     // 32 or 64
+  int32_t bf16_weights;  // 1: head_weights are bfloat16
+  int32_t parts;         // CTAs a quad
 };
 
 namespace index_q_config {
 
 constexpr int kThreads = 256;
-constexpr int kLanes = 8;                       // threads of a query, 16 dims each
-constexpr int kQueries = kThreads / kLanes;     // of a CTA
+constexpr int kLanes = 8;                    // threads of a query, 16 dims each
+constexpr int kQueries = kThreads / kLanes;  // of a CTA
 
 }  // namespace index_q_config
 }  // namespace sparse_indexer

@@ -16,8 +16,8 @@ struct RowQuadsRequest {
 namespace row_quads_config {
 
 constexpr int kThreads = 1024;
-constexpr int kPer = 4;          // neighboring rows of a thread
-constexpr int kRequests = 240;   // of a launch: what its parameters hold
+constexpr int kPer = 4;         // neighboring rows of a thread
+constexpr int kRequests = 240;  // of a launch: what its parameters hold
 
 }  // namespace row_quads_config
 
@@ -32,7 +32,7 @@ struct RowQuadsParams {
   int32_t* out_request_lens;      // [requests]
   int32_t* out_request_first;     // [requests]
   int32_t rows;
-  int32_t first_request;          // of this launch
+  int32_t first_request;  // of this launch
   RowQuadsRequest requests[row_quads_config::kRequests];
 };
 

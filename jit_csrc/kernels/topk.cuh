@@ -397,7 +397,8 @@ struct Topk {
 
   static __device__ int32_t place(const Params& p, int64_t r, int c) {
     int position = c;
-    if (p.blocks != nullptr) position = p.blocks[blockIdx.x * p.blocks_stride + (c >> 3)] * 8 + (c & 7);
+    if (p.blocks != nullptr)
+      position = p.blocks[blockIdx.x * p.blocks_stride + (c >> 3)] * 8 + (c & 7);
     if (p.request_of_row == nullptr) return position;
     const int32_t request = p.request_of_row[r];
     if (p.page_table != nullptr) {

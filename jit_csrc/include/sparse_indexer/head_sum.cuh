@@ -13,9 +13,9 @@ namespace sparse_indexer {
 
 template <int Heads>
 struct HeadSum {
-  static constexpr int kRows = 4;            // query rows of an MMA, thread l has row l % 4
-  static constexpr int kN = Heads * kRows;   // its columns
-  static constexpr int kTiles = kN / 8;      // columns by 8
+  static constexpr int kRows = 4;           // query rows of an MMA, thread l has row l % 4
+  static constexpr int kN = Heads * kRows;  // its columns
+  static constexpr int kTiles = kN / 8;     // columns by 8
   using Chains = float[2][2];
 
   float weights[Heads];
@@ -31,8 +31,8 @@ struct HeadSum {
     }
   }
 
-  // Adds columns 8 First and on of the MMA, as many as d holds (as in Wgmma), to the chains; columns
-  // come in order. chains[.][r] is of position l / 4 + 8 r of the warp's 16.
+  // Adds columns 8 First and on of the MMA, as many as d holds (as in Wgmma), to the chains;
+  // columns come in order. chains[.][r] is of position l / 4 + 8 r of the warp's 16.
   template <int First, int Registers>
   __device__ __forceinline__ void add(const float (&d)[Registers], Chains& chains) const {
 #pragma unroll

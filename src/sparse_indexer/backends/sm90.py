@@ -23,7 +23,7 @@ from sparse_indexer.formats import HEAD_DIM, INT32_MAX
 from sparse_indexer.index_k import BLOCK_SIZE
 from sparse_indexer.inputs import IndexQ, PrefillIndexerInputs, expect_out_positions
 from sparse_indexer.ops.candidate_logits import candidate_logits
-from sparse_indexer.ops.candidate_quads import candidate_quads
+from sparse_indexer.ops.candidate_quads import RANK_EVERY, candidate_quads
 from sparse_indexer.ops.dense_block_keys import dense_block_keys
 from sparse_indexer.ops.index_k import index_k
 from sparse_indexer.ops.index_q import index_q
@@ -42,6 +42,7 @@ class _Tables(NamedTuple):
 
     blocks: torch.Tensor  # [quads, 4, n] int32: of each slot's row, ascending, then INT32_MAX
     entries: torch.Tensor  # [quads, width] int32: see candidate_quads
+    ranks: torch.Tensor  # [quads, ceil(width / 32), 4] int16: see candidate_quads
     counts: torch.Tensor  # [quads] int32: entries of each quad
 
 
@@ -95,7 +96,7 @@ class Sm90Indexer:
         topk: positions a row selects.
         topk_blocks: blocks of 8 positions a row publishes.
         memory_budget: bytes of scratch beside inputs, outputs and published tables, at most. The
-            keys of a request are packed in it: 132 bytes a position, 260 in halves.
+            keys of a request are packed in it: 144 bytes a position, 272 in halves.
 
     Raises:
         ValueError: an option is out of range; from the methods also: more than 64 heads, or a
@@ -240,9 +241,9 @@ class Sm90Indexer:
                     values,
                     weights,
                     entries=its.entries,
+                    ranks=its.ranks,
                     counts=its.counts,
                     quad_first=first,
-                    blocks=its.blocks,
                     out=logits,
                 )
                 topk(
@@ -268,8 +269,8 @@ class Sm90Indexer:
         plan = inputs.plan
         where = plan.page_table if plan.page_table is not None else plan.key_starts
         assert where is not None
-        # [packed blocks, elements of one]: values of 8 positions, then 8 fp32 scales.
-        elements = BLOCK_SIZE * HEAD_DIM + BLOCK_SIZE * 4 // element.itemsize
+        # Of a packed block: values of 8 positions, then 128 bytes that hold their scales.
+        elements = BLOCK_SIZE * HEAD_DIM + 128 // element.itemsize
         block_bytes = elements * element.itemsize
         begin = 0
         while begin < len(quads.requests):
@@ -289,7 +290,8 @@ class Sm90Indexer:
             matrix = 16 * max(width, min(n, longest) * BLOCK_SIZE)
             of_quad = 4 * heads * (HEAD_DIM * element.itemsize + 4) + matrix
             if own_tables:
-                of_quad += 4 * (4 * n + min(4 * n, _most_blocks(quads)) + 1)
+                width = min(4 * n, _most_blocks(quads))
+                of_quad += 4 * (4 * n + width + 1) + 8 * -(-width // RANK_EVERY)
             packed = (blocks + _UNIT_BLOCKS) * block_bytes
             free = self.memory_budget - packed - Scratch.SLACK
             tile = min(free // of_quad // GROUP_QUADS * GROUP_QUADS, stop - base.first_quad)
@@ -318,12 +320,16 @@ class Sm90Indexer:
             begin = end
 
     def _tables(self, count: int, n: int, quads: Quads, scratch: Scratch | None = None) -> _Tables:
-        shapes = ((count, 4, n), (count, min(4 * n, _most_blocks(quads))), (count,))
-        if scratch is not None:
-            return _Tables(*(scratch.take(shape, torch.int32) for shape in shapes))
-        return _Tables(
-            *(torch.empty(shape, dtype=torch.int32, device=self.device) for shape in shapes)
+        width = min(4 * n, _most_blocks(quads))
+        pieces = (
+            ((count, 4, n), torch.int32),
+            ((count, width), torch.int32),
+            ((count, -(-width // RANK_EVERY), 4), torch.int16),
+            ((count,), torch.int32),
         )
+        if scratch is not None:
+            return _Tables(*(scratch.take(*piece) for piece in pieces))
+        return _Tables(*(torch.empty(s, dtype=d, device=self.device) for s, d in pieces))
 
     def _tables_of(
         self, blocks: torch.Tensor, quads: Quads, places: torch.Tensor | None = None
@@ -344,6 +350,7 @@ class Sm90Indexer:
             tables.blocks,
             max_blocks=max_blocks,
             out_entries=tables.entries,
+            out_ranks=tables.ranks,
             out_counts=tables.counts,
         )
 

@@ -27,12 +27,12 @@ def candidate_logits(
     weights: torch.Tensor,
     *,
     entries: torch.Tensor,
+    ranks: torch.Tensor,
     counts: torch.Tensor,
     quad_first: torch.Tensor,
-    blocks: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Column `8 * i + j`: the row's logit at position `8 * blocks[row, i] + j`.
+    """Column `8 * i + j`: the row's logit at position j of its i-th candidate block.
 
     The bits are those whose maxima `dense_block_keys` writes. Past a row's candidates nothing is
     written; of its newest block, positions that it does not see are of no meaning.
@@ -42,15 +42,15 @@ def candidate_logits(
         queries: `[quads, 4 * heads, 128]` of that dtype, as `index_q` writes them.
         weights: `[quads, 4, heads]` float32, as `index_q` writes them; 32 or 64 heads.
         entries: `[quads, width]` int32, as `candidate_quads` writes them.
+        ranks: `[quads, ceil(width / 32), 4]` int16, as `candidate_quads` writes them.
         counts: `[quads]` int32: entries of each quad.
         quad_first: `[quads]` int32: first packed block of the quad's request.
-        blocks: `[quads, 4, n]` int32: each row's candidates, those merged into the entries.
-        out: `[quads * 4, 8 * m]` float32, any row stride, m <= n: row `4 * q + r` is row r of quad
+        out: `[quads * 4, 8 * m]` float32, any row stride: row `4 * q + r` is row r of quad
             q; candidates of a row past its m-th are left out.
     """
     try:
         load(KERNEL, keys.device).candidate_logits(
-            keys, queries, weights, entries, counts, quad_first, blocks, out
+            keys, queries, weights, entries, ranks, counts, quad_first, out
         )
     except Exception as error:
         blame_argument(error, candidate_logits, locals())

@@ -8,6 +8,8 @@ import torch
 from sparse_indexer.errors import blame_argument
 from sparse_indexer.jit import Kernel, load
 
+RANK_EVERY = 32  # entries from one of `out_ranks` to the next, as in kernels/candidate_quads.h
+
 KERNEL = Kernel("candidate_quads", {"candidate_quads": "sparse_indexer::CandidateQuads"})
 
 
@@ -16,6 +18,7 @@ def candidate_quads(
     *,
     max_blocks: int,
     out_entries: torch.Tensor,
+    out_ranks: torch.Tensor,
     out_counts: torch.Tensor,
 ) -> None:
     """Merge the candidate blocks of the rows of each quad (`row_quads`).
@@ -25,10 +28,14 @@ def candidate_quads(
         max_blocks: ids at or past it are left out; at most 2^24.
         out_entries: `[quads, width]` int32: ascending block ids, bit 24 + r set if row r of the
             quad has the block. `width` is at least `min(4 * n, max_blocks)`, or entries are lost.
+        out_ranks: `[quads, ceil(width / 32), 4]` int16, its bits unsigned: of every 32nd entry, how
+            many blocks before it each row has.
         out_counts: `[quads]` int32: entries of each quad; past them nothing is written.
     """
     try:
-        load(KERNEL, blocks.device).candidate_quads(blocks, max_blocks, out_entries, out_counts)
+        load(KERNEL, blocks.device).candidate_quads(
+            blocks, max_blocks, out_entries, out_ranks, out_counts
+        )
     except Exception as error:
         blame_argument(error, candidate_quads, locals())
         raise

@@ -62,8 +62,8 @@ def index_k(
         max_len: at least the largest of `lens`; sizes the grid.
         out_starts: `[requests]` int32: row of the outputs where a request begins; packed: block.
         out_values: `[out rows, 128]` float8_e4m3fn or, sooner done, its codes as uint8 (of fp8 and
-            fp4), float16 (of any) or bfloat16 (of all but fp16). Packed: `[out blocks, 1056]` of
-            float8_e4m3fn or uint8, `[out blocks, 1040]` of float16 or bfloat16. Contiguous, at a
+            fp4), float16 (of any) or bfloat16 (of all but fp16). Packed: `[out blocks, 1152]` of
+            float8_e4m3fn or uint8, `[out blocks, 1088]` of float16 or bfloat16. Contiguous, at a
             multiple of 16 bytes.
         out_scales: `[out rows]` float32: 1 where the values need none. None: packed.
     """

@@ -24,6 +24,7 @@ namespace sparse_indexer {
 using tvm::ffi::TensorView;
 
 constexpr DLDataType uint8{kDLUInt, 8, 1};
+constexpr DLDataType int16{kDLInt, 16, 1};
 constexpr DLDataType int32{kDLInt, 32, 1};
 constexpr DLDataType int64{kDLInt, 64, 1};
 constexpr DLDataType float16{kDLFloat, 16, 1};
