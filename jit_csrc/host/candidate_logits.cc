@@ -48,7 +48,7 @@ void candidate_logits(TensorView keys, TensorView queries, TensorView weights, T
       .contiguous()
       .aligned(8)
       .check(ranks);
-  Match("counts").shape({quads}).dtype(int32).on(device).contiguous().check(counts);
+  Match("counts").shape({quads, 2}).dtype(int32).on(device).contiguous().check(counts);
   Match("quad_first").shape({quads}).dtype(int32).on(device).contiguous().check(quad_first);
   Match("out")
       .shape({4 * quads, columns})

@@ -8,7 +8,7 @@ using namespace sparse_indexer;
 
 namespace {
 
-void candidate_quads(TensorView blocks, int64_t max_blocks, TensorView out_entries,
+void candidate_quads(TensorView blocks, int64_t max_blocks, bool pairs, TensorView out_entries,
                      TensorView out_ranks, TensorView out_counts) {
   Size n("n"), quads("quads"), width("width");
   Device device;
@@ -27,7 +27,7 @@ void candidate_quads(TensorView blocks, int64_t max_blocks, TensorView out_entri
       .contiguous()
       .aligned(8)
       .check(out_ranks);
-  Match("out_counts").shape({quads}).dtype(int32).on(device).contiguous().check(out_counts);
+  Match("out_counts").shape({quads, 2}).dtype(int32).on(device).contiguous().check(out_counts);
   expect_int("max_blocks", max_blocks, 0, 1 << candidate_quads_config::kIdBits);
   expect_int("blocks n", n, 0, 0xffff);  // a rank is 16 bits
   CandidateQuadsParams params{};
@@ -37,6 +37,7 @@ void candidate_quads(TensorView blocks, int64_t max_blocks, TensorView out_entri
   params.out_counts = data<int32_t>(out_counts);
   params.n = static_cast<int32_t>(n);
   params.width = static_cast<int32_t>(expect_int("out_entries width", width, 0, 1 << 26));
+  params.pairs = pairs;
   params.max_blocks = static_cast<int32_t>(max_blocks);
   Launch("candidate_quads", device).grid(quads).block(candidate_quads_config::kThreads).run(params);
 }

@@ -27,8 +27,8 @@ constexpr Format kFormats[] = {
 };
 
 void index_q(TensorView values, Optional<TensorView> scales, int64_t format,
-             TensorView head_weights, TensorView rows, TensorView out_values,
-             TensorView out_weights) {
+             TensorView head_weights, TensorView rows, Optional<TensorView> counts,
+             TensorView out_values, TensorView out_weights) {
   const Format& from = kFormats[expect_int("format", format, 0, 3)];
   Size num_rows("rows"), heads("heads"), quads("quads"), out_heads("out heads");
   Device device;
@@ -64,6 +64,10 @@ void index_q(TensorView values, Optional<TensorView> scales, int64_t format,
       .aligned(16)
       .check(out_values);
   IndexQParams params{};
+  if (counts.has_value()) {
+    Match("counts").shape({quads, 2}).dtype(int32).on(device).contiguous().check(*counts);
+    params.counts = data<const int32_t>(*counts);
+  }
   if (scales.has_value()) {
     Match("queries scales")
         .shape({num_rows, heads})

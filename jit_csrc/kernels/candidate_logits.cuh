@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // candidate_logits: the logits of each row at its candidate blocks, in the order of its list.
 //
-// Neighboring rows want nearly the same blocks. A quad of rows gathers each block that any of
-// them wants once, by a copy of 1 KB to shared memory, scores it for all four on Hopper's tensor
-// cores, and writes a row's 8 logits at the rank that the block has in the row's own list. Four
-// producer warps walk the quad's list, a stage of blocks at a time; each
-// consumer warpgroup scores 8 blocks of a stage, with two MMAs under way as in dense_block_keys,
-// and the same sums: a logit has the same bits. With 32 heads the two are of two stages, with 64
-// the two halves of the heads. The units, of 8 stages each, of all quads are cut into equal parts,
-// one a CTA; stages past the end of a quad's list are scored, too, but nothing of them is written.
+// Neighboring rows want nearly the same blocks. A quad of rows gathers each block that any of them
+// wants once, by a copy of 1 KB to shared memory, scores it for all four on Hopper's tensor cores,
+// and writes a row's 8 logits at the rank that the block has in the row's own list. A quad with two
+// lists (candidate_quads) is scored as two pairs of rows, with an MMA of half the columns. Four
+// producer warps walk the lists, a stage of blocks at a time; each consumer warpgroup scores half
+// of it, two tiles of 8 blocks, with two MMAs under way as in dense_block_keys, and the same sums:
+// a logit has the same bits. With 32 heads the two are of two tiles, with 64 the two halves of the
+// heads. The units, some stages each, of all lists are cut into equal parts, one a CTA; what is
+// past the end of a list is scored, too, but not written.
 #pragma once
 
 #include "kernels/candidate_logits.h"
@@ -27,7 +28,6 @@ struct CandidateLogits {
   static constexpr int kWarpgroups = candidate_logits_config::kWarpgroups;
   static constexpr int kThreads = 128 * (1 + kWarpgroups);
   static constexpr int kMinBlocks = 1;
-  static constexpr int kN = 128;  // columns of an MMA
   static constexpr int kKeyBytes = E == Element::kE4m3 ? 128 : 256;
   static constexpr int kBlockBytes = packed_keys::block_bytes(kKeyBytes);
   static constexpr int kStageBlocks = candidate_logits_config::kStageBlocks;
@@ -57,10 +57,15 @@ struct CandidateLogits {
   static_assert(sizeof(Shared) <= candidate_logits_config::shared_bytes(kKeyBytes, Heads),
                 "the launch's");
 
+  static __device__ int units(int entries) {
+    constexpr int kUnitBlocks = kUnitStages * kStageBlocks;
+    return (entries + kUnitBlocks - 1) / kUnitBlocks;
+  }
+
   struct UnitsOf {
     const Params& p;
     __device__ int operator()(int quad) const {
-      return (p.counts[quad] + kUnitStages * kStageBlocks - 1) / (kUnitStages * kStageBlocks);
+      return units(p.counts[2 * quad]) + units(max(p.counts[2 * quad + 1], 0));
     }
   };
 
@@ -105,16 +110,24 @@ struct CandidateLogits {
       ++quads;
       const uint32_t* entries = p.entries + quad * p.entries_stride;
       const auto* ranks = reinterpret_cast<const uint2*>(p.ranks) + quad * p.ranks_stride;
-      const int count = p.counts[quad], keys = p.quad_first[quad];
+      const int count = p.counts[2 * quad], keys = p.quad_first[quad];
+      const int second = p.counts[2 * quad + 1];
+      const int stages = (count + kStageBlocks - 1) / kStageBlocks;  // of the first list
+      const int before_second = units(count) * kUnitStages;
       const int begin = first * kUnitStages, end = stop * kUnitStages;
       const int mine = begin + ((producer - n) % kProducers + kProducers) % kProducers;
-      // This lane's entry of stage i, and the ranks before the stage; 0 past the list's end.
+      // This lane's entry of stage i, and the ranks before the stage; 0 past a list's end.
       auto entry_of = [&](int i) {
-        const int index = i * kStageBlocks + lane;
-        return index < count ? __ldg(entries + index) : 0;
+        const bool of_second = i >= before_second;
+        const int index = (of_second ? i - before_second : i) * kStageBlocks + lane;
+        if (index >= (of_second ? second : count)) return 0u;
+        return __ldg(entries + index + (of_second ? stages * kStageBlocks : 0));
       };
       auto ranks_of = [&](int i) {
-        return i * kStageBlocks < count ? __ldg(ranks + i) : make_uint2(0, 0);
+        const bool of_second = i >= before_second;
+        const int stage = of_second ? i - before_second : i;
+        if (stage * kStageBlocks >= (of_second ? second : count)) return make_uint2(0, 0);
+        return __ldg(ranks + stage + (of_second ? stages : 0));
       };
       uint32_t next = entry_of(mine);
       uint2 next_ranks = ranks_of(mine);
@@ -155,104 +168,47 @@ struct CandidateLogits {
     });
   }
 
+  // What a consumer thread knows of its place.
+  struct Place {
+    int warpgroup, lane, g;
+    int block;      // of a stage: this warp's first of two, in the first tile
+    int scales;     // bytes from a stage to this lane's first scale
+    uint32_t keys;  // shared address of this warpgroup's part of stage 0
+  };
+
   static __device__ void consume(const Params& p, Shared& s, const Part& part) {
     // The compiler knows a shuffled value is the same in all lanes: it keeps it in uniform
     // registers.
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
-    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int block = warpgroup * 8 * kTiles + warp * 2;  // of a stage: this warp's first of two
-    const int scales = block * kBlockBytes + 8 * kKeyBytes + g * 4;
-    const uint32_t keys = shared_address(s.keys[0]) + warpgroup * 8 * kTiles * kBlockBytes;
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, t = lane % 4;
+    const int block = warpgroup * 8 * kTiles + warp * 2;
+    const Place place{warpgroup,
+                      lane,
+                      lane / 4,
+                      block,
+                      block * kBlockBytes + 8 * kKeyBytes + lane / 4 * 4,
+                      shared_address(s.keys[0]) + warpgroup * 8 * kTiles * kBlockBytes};
     uint32_t n = 0;  // stages so far
     int quads = 0;
     for_each_group(part, UnitsOf{p}, [&](int quad, int first, int stop) {
       const int buffer = quads % kBuffers;
-      Sum head;
-      head.load(p.weights + int64_t(quad) * kRows * Heads);
-      char* out = reinterpret_cast<char*>(p.out + (int64_t(quad) * kRows + t) * p.out_stride + g);
-      asm volatile("" : "+l"(out));  // kept, not computed again for each tile
       barrier_wait(&s.queries_full[buffer], quads / kBuffers & 1);
       ++quads;
       const uint32_t queries = operand(shared_address(s.queries[buffer]));
-
-      // Issues the MMA of a tile and half `half` of the heads; with 32 heads half 0 is all.
-      auto score = [&](float (&d)[kN / 2], uint32_t stage, int tile, int half) {
-        const uint32_t a = operand(keys + stage % kStages * kStageBytes + tile * 8 * kBlockBytes);
-        const uint32_t b = queries + half * kN * kKeyBytes / 16;
-        // 0, but the compiler cannot tell, and keeps the accumulators where they are: no spills.
-        // With 32 heads it would copy them, which costs more than the few spills.
-        const int zero = Heads == 64 ? p.quads >> 31 : 0;
-        wgmma_use(d);
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < kKeyBytes / 32; ++k) {
-          Wgmma<E, kN, kBlockBytes, 8 * kKeyBytes>::issue(d, a + k * 16, b + k * 16,
-                                                          k > 0 ? 1 : zero);
-        }
-        wgmma_commit();
-      };
-      auto wait = [&](uint32_t stage) {
-        barrier_wait(&s.full[stage % kStages], stage / kStages & 1);
-      };
-      // Writes the logits of a tile of stage n; with the last one the stage is free.
-      auto write = [&](const typename Sum::Chains& chains, int tile) {
-        const uint8_t* from = s.keys[n % kStages] + scales + tile * 8 * kBlockBytes;
-        const float scale[2] = {*reinterpret_cast<const float*>(from),
-                                *reinterpret_cast<const float*>(from + kBlockBytes)};
-        const int32_t (*places)[kRows] = &s.at_bytes[n % kStages][block + tile * 8];
-        const int place[2] = {places[0][t], places[1][t]};
-        if (tile == kTiles - 1) {
-          __syncwarp();  // all lanes have read the scales and places
-          if (lane == 0) barrier_arrive(&s.empty[n % kStages]);
-          ++n;
-        }
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const float logit = Sum::finish(chains, r) * scale[r];
-          if (place[r] >= 0) *reinterpret_cast<float*>(out + place[r]) = logit;
-        }
-      };
-
+      const float* weights = p.weights + int64_t(quad) * kRows * Heads;
+      char* out = reinterpret_cast<char*>(p.out + int64_t(quad) * kRows * p.out_stride);
+      const int64_t row_bytes = p.out_stride * 4;
+      if (p.counts[2 * quad + 1] < 0) {
+        score_list<Sum>(p, s, place, n, weights, queries, out + t * row_bytes, t, stop - first);
+      } else {
+        const int of_first = units(p.counts[2 * quad]);
 #pragma unroll 1
-      for (int i = first; i < stop; ++i) {
-        float one[kN / 2], two[kN / 2];
-        typename Sum::Chains chains;
-        wait(n);
-        score(one, n, 0, 0);
-        score(two, n, Heads == 32, Heads == 64);
-#pragma unroll
-        for (int stage = 0; stage < kUnitStages; ++stage) {
-          const bool last = stage + 1 == kUnitStages;
-          if constexpr (Heads == 32) {
-            const uint32_t next = n + 1;
-            wgmma_wait<1>();
-            wgmma_use(one);
-            head.template add<0>(one, chains);
-            if (!last) wait(next);
-            if (!last) score(one, next, 0, 0);
-            write(chains, 0);
-            wait_but<1>(last);
-            wgmma_use(two);
-            head.template add<0>(two, chains);
-            if (!last) score(two, next, 1, 0);
-            write(chains, 1);
-          } else {
-#pragma unroll
-            for (int tile = 0; tile < kTiles; ++tile) {
-              const bool end = last && tile == kTiles - 1;
-              const uint32_t next = tile == kTiles - 1 ? n + 1 : n;
-              wgmma_wait<1>();
-              wgmma_use(one);
-              head.template add<0>(one, chains);
-              if (!end && next != n) wait(next);
-              if (!end) score(one, next, (tile + 1) % kTiles, 0);
-              wait_but<1>(end);
-              wgmma_use(two);
-              head.template add<Sum::kTiles / 2>(two, chains);
-              if (!end) score(two, next, (tile + 1) % kTiles, 1);
-              write(chains, tile);
-            }
-          }
+        for (int pair = 0; pair < 2; ++pair) {
+          const int row = pair * 2 + t / 2;
+          const int here = pair == 0 ? min(stop, of_first) - first : stop - max(first, of_first);
+          score_list<PairSum<Heads>>(p, s, place, n, weights + pair * 2 * Heads,
+                                     queries + pair * PairSum<Heads>::kN * kKeyBytes / 16,
+                                     out + row * row_bytes, row, here);
         }
       }
       __syncwarp();
@@ -260,13 +216,115 @@ struct CandidateLogits {
     });
   }
 
-  // At most `Pending` MMAs are under way, or none.
-  template <int Pending>
-  static __device__ __forceinline__ void wait_but(bool none) {
+  // Scores `units` units of a list from stage n on. `row`, whose logits begin at `out`, is this
+  // thread's of the quad.
+  template <typename S>
+  static __device__ __forceinline__ void score_list(const Params& p, Shared& s, const Place& place,
+                                                    uint32_t& n, const float* weights,
+                                                    uint32_t queries, char* out, int row,
+                                                    int units) {
+    constexpr bool kHalves = S::kN == 256;  // an MMA has half the heads, not all of a tile
+    constexpr int kN = kHalves ? S::kN / 2 : S::kN;
+    S head;
+    head.load(weights);
+    out += place.g * 4;
+    asm volatile("" : "+l"(out));  // kept, not computed again for each tile
+
+    auto score = [&](float (&d)[kN / 2], uint32_t stage, int tile, int half) {
+      const uint32_t a =
+          operand(place.keys + stage % kStages * kStageBytes + tile * 8 * kBlockBytes);
+      const uint32_t b = queries + half * kN * kKeyBytes / 16;
+      // 0, but the compiler cannot tell, and keeps the accumulators where they are: no spills. With
+      // 32 heads it would copy them, which costs more than the few spills.
+      const int zero = kHalves ? p.quads >> 31 : 0;
+      wgmma_use(d);
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < kKeyBytes / 32; ++k) {
+        Wgmma<E, kN, kBlockBytes, 8 * kKeyBytes>::issue(d, a + k * 16, b + k * 16,
+                                                        k > 0 ? 1 : zero);
+      }
+      wgmma_commit();
+    };
+    auto wait = [&](uint32_t stage) {
+      barrier_wait(&s.full[stage % kStages], stage / kStages & 1);
+    };
+    // Writes the logits of a tile of stage n; with the last one the stage is free.
+    auto write = [&](const typename S::Chains& chains, int tile) {
+      const uint8_t* from = s.keys[n % kStages] + place.scales + tile * 8 * kBlockBytes;
+      const float scale[2] = {*reinterpret_cast<const float*>(from),
+                              *reinterpret_cast<const float*>(from + kBlockBytes)};
+      const int32_t (*places)[kRows] = &s.at_bytes[n % kStages][place.block + tile * 8];
+      const int at[2] = {places[0][row], places[1][row]};
+      if (tile == kTiles - 1) {
+        __syncwarp();  // all lanes have read the scales and places
+        if (place.lane == 0) barrier_arrive(&s.empty[n % kStages]);
+        ++n;
+      }
+      if constexpr (S::kRows == kRows) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const float logit = S::finish(chains, r) * scale[r];
+          if (at[r] >= 0) *reinterpret_cast<float*>(out + at[r]) = logit;
+        }
+      } else {  // two lanes have both logits, each writes one
+        const float logits[2] = {S::finish(chains, 0) * scale[0], S::finish(chains, 1) * scale[1]};
+        const bool odd = place.lane & 1;
+        const int mine = odd ? at[1] : at[0];
+        if (mine >= 0) *reinterpret_cast<float*>(out + mine) = odd ? logits[1] : logits[0];
+      }
+    };
+
+#pragma unroll 1
+    for (int i = 0; i < units; ++i) {
+      float one[kN / 2], two[kN / 2];
+      typename S::Chains chains;
+      wait(n);
+      score(one, n, 0, 0);
+      score(two, n, !kHalves, kHalves);
+#pragma unroll
+      for (int stage = 0; stage < kUnitStages; ++stage) {
+        const bool last = stage + 1 == kUnitStages;
+        if constexpr (!kHalves) {
+          const uint32_t next = n + 1;
+          wgmma_wait<1>();
+          wgmma_use(one);
+          head.template add<0>(one, chains);
+          if (!last) wait(next);
+          if (!last) score(one, next, 0, 0);
+          write(chains, 0);
+          wait_but_one(last);
+          wgmma_use(two);
+          head.template add<0>(two, chains);
+          if (!last) score(two, next, 1, 0);
+          write(chains, 1);
+        } else {
+#pragma unroll
+          for (int tile = 0; tile < kTiles; ++tile) {
+            const bool end = last && tile == kTiles - 1;
+            const uint32_t next = tile == kTiles - 1 ? n + 1 : n;
+            wgmma_wait<1>();
+            wgmma_use(one);
+            head.template add<0>(one, chains);
+            if (!end && next != n) wait(next);
+            if (!end) score(one, next, (tile + 1) % kTiles, 0);
+            wait_but_one(end);
+            wgmma_use(two);
+            head.template add<S::kN / 16>(two, chains);
+            if (!end) score(two, next, (tile + 1) % kTiles, 1);
+            write(chains, tile);
+          }
+        }
+      }
+    }
+  }
+
+  // Waits until at most one MMA is under way, or none.
+  static __device__ __forceinline__ void wait_but_one(bool none) {
     if (none) {
       wgmma_wait<0>();
     } else {
-      wgmma_wait<Pending>();
+      wgmma_wait<1>();
     }
   }
 };

@@ -12,7 +12,7 @@ struct CandidateLogitsParams {
   const float* weights;       // [quads, 4, heads]: half the heads' weights
   const uint32_t* entries;    // [quads, entries_stride]: block id | rows that have it << 24
   const uint16_t* ranks;      // [quads, ranks_stride, 4]: of every 32nd entry, blocks before it
-  const int32_t* counts;      // [quads]: entries of each
+  const int32_t* counts;      // [quads, 2]: entries of each list; the second -1: there is one
   const int32_t* quad_first;  // [quads]: its request's first packed block
   float* out;                 // [quads, 4, out_blocks * 8], row stride `out_stride`
   int64_t entries_stride;     // elements, as all strides

@@ -3,9 +3,10 @@
 // Hopper's MMA reads them; and half the head weights, a query's scale folded in (2 relu(x) costs
 // less than relu(x)).
 //
-// Of a quad, column 8 i + 2 r + c is head 2 i + c of row r. Eight columns are a core matrix: chunks
-// of 16 bytes, chunk after chunk, within a chunk the 8 columns. Heads past the given ones, and
-// slots without a row, are zeros with zero weights.
+// Of a quad, column 8 i + 2 r + c is head 2 i + c of row r; packed by pairs, of each pair of rows,
+// one after the other, column 8 i + 4 r + c is head 4 i + c of row r. Eight columns are a core
+// matrix: chunks of 16 bytes, chunk after chunk, within a chunk the 8 columns. Heads past the given
+// ones, and slots without a row, are zeros with zero weights.
 #pragma once
 
 #include "kernels/index_k.cuh"
@@ -42,8 +43,11 @@ struct IndexQ {
     uint32_t out[Convert::kOutWords];
     const float scale = Convert::convert(in, stored_scale, lane, out);  // all lanes: it shuffles
 
-    uint8_t* to = p.out_values + (quad * 4 * p.out_heads + head / 2 * 8) * kOutBytes +
-                  (r * 2 + head % 2) * 16;
+    const bool pairs = p.counts != nullptr && p.counts[2 * quad + 1] >= 0;
+    const int column = pairs ? r / 2 * 2 * p.out_heads + head / 4 * 8 + r % 2 * 4 + head % 4
+                             : head / 2 * 8 + r * 2 + head % 2;
+    uint8_t* to =
+        p.out_values + (quad * 4 * p.out_heads + column / 8 * 8) * kOutBytes + column % 8 * 16;
 #pragma unroll
     for (int j = 0; j < kChunks; ++j) {
       *reinterpret_cast<uint4*>(to + (lane * kChunks + j) * 128) =

@@ -11,6 +11,7 @@ struct IndexQParams {
   const uint32_t* scales;    // [rows, heads]: fp32, or four ue8m0 codes; or null
   const void* head_weights;  // [rows, heads] float or bfloat16, contiguous
   const int32_t* rows;       // [quads, 4]: row of each slot, -1: none
+  const int32_t* counts;     // [quads, 2]: the second is not negative: packed by pairs; or null
   uint8_t* out_values;       // [quads, 4 rows * out_heads, 128]
   float* out_weights;        // [quads, 4, out_heads]
   int32_t heads;

@@ -1,16 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 // From an MMA's accumulators to logits: sum over heads of weight * relu(q . k), in fp32.
 //
-// Positions are rows of the MMA, queries its columns: 8 neighboring columns are two heads of each
-// of four query rows, in the order (row, head), so that a thread holds all heads of one query row
-// at two positions. Heads 0, 1, 4, 5, ... and 2, 3, 6, 7, ... are summed apart, ascending, and
-// added at the end: the logit of a row and a position has the same bits in every kernel.
+// Positions are rows of the MMA, queries its columns. Heads 0, 1, 4, 5, ... and 2, 3, 6, 7, ... are
+// summed apart, ascending, and added at the end: the logit of a row and a position has the same
+// bits in every kernel, whichever of the two sums below it uses.
 #pragma once
 
 #include "sparse_indexer/cstdint.h"
 
 namespace sparse_indexer {
 
+// 2 relu(x), NaN kept; fmaxf has half the rate.
+__device__ __forceinline__ float twice_relu(float x) {
+  return x + fabsf(x);
+}
+
+// Four query rows: 8 neighboring columns are two heads of each, in the order (row, head), so that a
+// thread holds all heads of one row at two positions.
 template <int Heads>
 struct HeadSum {
   static constexpr int kRows = 4;           // query rows of an MMA, thread l has row l % 4
@@ -41,8 +47,7 @@ struct HeadSum {
       for (int c = 0; c < 2; ++c) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const float x = d[4 * (i - First) + 2 * r + c];
-          const float twice = x + fabsf(x);  // 2 relu(x), NaN kept; fmaxf has half the rate
+          const float twice = twice_relu(d[4 * (i - First) + 2 * r + c]);
           float& sum = chains[i % 2][r];
           sum = i < 2 && c == 0 ? __fmul_rn(twice, weights[2 * i])
                                 : __fmaf_rn(twice, weights[2 * i + c], sum);
@@ -54,6 +59,50 @@ struct HeadSum {
   // The logit but for the key's scale, of position l / 4 + 8 r.
   static __device__ __forceinline__ float finish(const Chains& chains, int r) {
     return __fadd_rn(chains[0][r], chains[1][r]);
+  }
+};
+
+// Two query rows: 8 neighboring columns are four heads of each, so that a thread holds one of the
+// two sums of a row, and lane ^ 1 the other.
+template <int Heads>
+struct PairSum {
+  static constexpr int kRows = 2;           // query rows of an MMA, thread l has row l % 4 / 2
+  static constexpr int kN = Heads * kRows;  // its columns
+  using Chains = float[2];
+
+  float weights[Heads / 2];
+
+  // As HeadSum::load.
+  __device__ __forceinline__ void load(const float* rows) {
+    const float* own = rows + threadIdx.x % 4 / 2 * Heads + threadIdx.x % 2 * 2;
+#pragma unroll
+    for (int i = 0; i < Heads / 4; ++i) {
+      const float2 w = __ldg(reinterpret_cast<const float2*>(own + 4 * i));
+      weights[2 * i] = w.x, weights[2 * i + 1] = w.y;
+    }
+  }
+
+  // All columns of the MMA. chains[r] is of position l / 4 + 8 r of the warp's 16.
+  template <int First, int Registers>
+  __device__ __forceinline__ void add(const float (&d)[Registers], Chains& chains) const {
+    static_assert(First == 0 && Registers == kN / 2, "all at once");
+#pragma unroll
+    for (int i = 0; i < kN / 8; ++i) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const float twice = twice_relu(d[4 * i + 2 * r + c]);
+          chains[r] = i == 0 && c == 0 ? __fmul_rn(twice, weights[0])
+                                       : __fmaf_rn(twice, weights[2 * i + c], chains[r]);
+        }
+      }
+    }
+  }
+
+  // As HeadSum::finish, in all lanes.
+  static __device__ __forceinline__ float finish(const Chains& chains, int r) {
+    return __fadd_rn(chains[r], __shfl_xor_sync(~0u, chains[r], 1));
   }
 };
 

@@ -43,7 +43,7 @@ class _Tables(NamedTuple):
     blocks: torch.Tensor  # [quads, 4, n] int32: of each slot's row, ascending, then INT32_MAX
     entries: torch.Tensor  # [quads, width] int32: see candidate_quads
     ranks: torch.Tensor  # [quads, ceil(width / 32), 4] int16: see candidate_quads
-    counts: torch.Tensor  # [quads] int32: entries of each quad
+    counts: torch.Tensor  # [quads, 2] int32: entries of each list, see candidate_quads
 
 
 class _Sm90Candidates(Candidates):
@@ -208,7 +208,7 @@ class Sm90Indexer:
                 weights = scratch.take((count, 4, heads), torch.float32)
                 rows, lens = quads.rows[tile], quads.slot_lens[tile].view(-1)
                 first = scope.first[tile]
-                index_q(queries, head_weights, rows=rows, out_values=values, out_weights=weights)
+                packed = {"rows": rows, "out_values": values, "out_weights": weights}
                 if tables is None:
                     its = self._tables(count, n, quads, scratch)
                 else:
@@ -216,6 +216,7 @@ class Sm90Indexer:
                 if dense:
                     keys = scratch.peek((count * 4, width), torch.float32)
                     if scope.max_blocks > n:
+                        index_q(queries, head_weights, **packed)
                         dense_block_keys(
                             scope.keys,
                             values,
@@ -235,6 +236,7 @@ class Sm90Indexer:
                     self._merge(its, scope.max_blocks)
                 if out_positions is None:
                     continue
+                index_q(queries, head_weights, counts=its.counts, **packed)
                 logits = scratch.peek((count * 4, columns * BLOCK_SIZE), torch.float32)
                 candidate_logits(
                     scope.keys,
@@ -291,7 +293,7 @@ class Sm90Indexer:
             of_quad = 4 * heads * (HEAD_DIM * element.itemsize + 4) + matrix
             if own_tables:
                 width = min(4 * n, _most_blocks(quads))
-                of_quad += 4 * (4 * n + width + 1) + 8 * -(-width // RANK_EVERY)
+                of_quad += 4 * (4 * n + width + 2) + 8 * -(-width // RANK_EVERY)
             packed = (blocks + _UNIT_BLOCKS) * block_bytes
             free = self.memory_budget - packed - Scratch.SLACK
             tile = min(free // of_quad // GROUP_QUADS * GROUP_QUADS, stop - base.first_quad)
@@ -325,7 +327,7 @@ class Sm90Indexer:
             ((count, 4, n), torch.int32),
             ((count, width), torch.int32),
             ((count, -(-width // RANK_EVERY), 4), torch.int16),
-            ((count,), torch.int32),
+            ((count, 2), torch.int32),
         )
         if scratch is not None:
             return _Tables(*(scratch.take(*piece) for piece in pieces))
@@ -349,6 +351,7 @@ class Sm90Indexer:
         candidate_quads(
             tables.blocks,
             max_blocks=max_blocks,
+            pairs=True,
             out_entries=tables.entries,
             out_ranks=tables.ranks,
             out_counts=tables.counts,

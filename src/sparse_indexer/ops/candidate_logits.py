@@ -43,7 +43,8 @@ def candidate_logits(
         weights: `[quads, 4, heads]` float32, as `index_q` writes them; 32 or 64 heads.
         entries: `[quads, width]` int32, as `candidate_quads` writes them.
         ranks: `[quads, ceil(width / 32), 4]` int16, as `candidate_quads` writes them.
-        counts: `[quads]` int32: entries of each quad.
+        counts: `[quads, 2]` int32, as `candidate_quads` writes them and the queries were packed
+            with.
         quad_first: `[quads]` int32: first packed block of the quad's request.
         out: `[quads * 4, 8 * m]` float32, any row stride: row `4 * q + r` is row r of quad
             q; candidates of a row past its m-th are left out.

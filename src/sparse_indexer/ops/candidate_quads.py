@@ -17,6 +17,7 @@ def candidate_quads(
     blocks: torch.Tensor,
     *,
     max_blocks: int,
+    pairs: bool = False,
     out_entries: torch.Tensor,
     out_ranks: torch.Tensor,
     out_counts: torch.Tensor,
@@ -26,15 +27,18 @@ def candidate_quads(
     Args:
         blocks: `[quads, 4, n]` int32, contiguous: ascending ids, then INT32_MAX.
         max_blocks: ids at or past it are left out; at most 2^24.
+        pairs: a quad whose rows have little in common gets two lists, of its first two rows and,
+            from the next multiple of 32 on, of the others, if `candidate_logits` then takes less.
         out_entries: `[quads, width]` int32: ascending block ids, bit 24 + r set if row r of the
             quad has the block. `width` is at least `min(4 * n, max_blocks)`, or entries are lost.
         out_ranks: `[quads, ceil(width / 32), 4]` int16, its bits unsigned: of every 32nd entry, how
             many blocks before it each row has.
-        out_counts: `[quads]` int32: entries of each quad; past them nothing is written.
+        out_counts: `[quads, 2]` int32: entries of the first list and of the second, -1: there is
+            one for all rows; past a list's entries nothing is written.
     """
     try:
         load(KERNEL, blocks.device).candidate_quads(
-            blocks, max_blocks, out_entries, out_ranks, out_counts
+            blocks, max_blocks, pairs, out_entries, out_ranks, out_counts
         )
     except Exception as error:
         blame_argument(error, candidate_quads, locals())

@@ -41,6 +41,7 @@ def index_q(
     head_weights: torch.Tensor,
     *,
     rows: torch.Tensor,
+    counts: torch.Tensor | None = None,
     out_values: torch.Tensor,
     out_weights: torch.Tensor,
 ) -> None:
@@ -50,6 +51,8 @@ def index_q(
         queries: contiguous, of any format; at most 64 heads.
         head_weights: `[rows, heads]` float32 or bfloat16, contiguous.
         rows: `[quads, 4]` int32: the rows of each quad, -1: none.
+        counts: `[quads, 2]` int32, as `candidate_quads` writes them: queries of quads with two
+            lists are packed by pairs of rows, for `candidate_logits`.
         out_values: `[quads, 4 * out heads, 128]` uint8 (e4m3 codes, of fp8 and fp4), float16 (of
             any) or bfloat16 (of all but fp16), in core matrices: see `kernels/index_q.cuh`.
         out_weights: `[quads, 4, out heads]` float32: half the heads' weights times the queries'
@@ -63,6 +66,7 @@ def index_q(
             _NUMBERS[values.dtype],
             head_weights,
             rows,
+            counts,
             out_values,
             out_weights,
         )
