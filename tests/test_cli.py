@@ -25,7 +25,7 @@ from sparse_indexer.trace import KEYS, load_trace
 SECONDS = 20  # bound of a demo on two cores, imports included
 
 
-def invoke(*arguments: str, code: int = 0, **environ: str) -> str:
+def invoke(*arguments: str, code: int = 0, **environ: str | None) -> str:
     """All output of a command that ends with exit code `code`."""
     unset = dict.fromkeys(("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE"))
     done = CliRunner().invoke(cli.app, arguments, env={"COLUMNS": "160", **unset, **environ})
@@ -51,6 +51,10 @@ def test_help_names_the_commands() -> None:
         "compile",
         "cache",
     ]
+
+
+def test_version() -> None:
+    assert invoke("--version") == f"sparse_indexer {sparse_indexer.__version__}\n"
 
 
 def test_demo_help_is_the_format_of_a_trace() -> None:
@@ -113,17 +117,17 @@ def test_demo_runs_a_file_of_ones_own(user_file: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--input", "none"], r"path: expected a safetensors file, got no file 'none'"),
-        (["--input", __file__], r"path: expected a safetensors file, got '.*' \(.*\)"),
-        (["--topk", "0"], r"topk: expected an int of 1 to 16384, got 0"),
-        (["--device", "gpu"], r"device: expected a torch device, got 'gpu'"),
+        (["--input", "none"], r"--input: expected a safetensors file, got no file 'none'"),
+        (["--input", __file__], r"--input: expected a safetensors file, got '.*' \(.*\)"),
+        (["--topk", "0"], r"--topk: expected an int of 1 to 16384, got 0"),
+        (["--device", "gpu"], r"--device: expected a torch device, got 'gpu'"),
         (
             ["--device", "cpu", "--backend", "sm70"],
-            r"sm70: (is not in this release|needs an NVIDIA GPU, .* cpu): use backend='mask'",
+            r"sm70: (is not in this release|needs an NVIDIA GPU, .* cpu): use --backend mask",
         ),
         (
             ["--plot", "none/x.png"],
-            r"plot: expected a file in a folder that exists, got none/x.png",
+            r"--plot: expected a file in a folder that exists, got none/x.png",
         ),
     ],
 )
@@ -134,7 +138,7 @@ def test_demo_fails_in_one_line(arguments: list[str], message: str) -> None:
 
 def test_errors_are_red_on_a_terminal() -> None:
     text = invoke("demo", "--topk", "0", code=1, FORCE_COLOR="1", TERM="xterm-256color")
-    assert text.startswith("\x1b[31merror: topk: expected an int of 1 to 16384, got 0\x1b[0m")
+    assert text.startswith("\x1b[31merror: --topk: expected an int of 1 to 16384, got 0\x1b[0m")
     assert text.count("\n") == 1
 
 
@@ -149,7 +153,7 @@ def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.delitem(sys.modules, "sparse_indexer.plot", raising=False)
     monkeypatch.delattr(sparse_indexer, "plot", raising=False)
     text = invoke("demo", "--plot", str(tmp_path / "x.png"), code=1)
-    want = "plot: expected matplotlib, got none: pip install 'sparse-indexer[plot]'"
+    want = "--plot: expected matplotlib, got none: pip install 'sparse-indexer[plot]'"
     assert text == f"error: {want}\n"
 
 
@@ -220,6 +224,16 @@ def test_doctor_tells_of_compilers_and_cache(tmp_path: Path) -> None:
     assert str(tmp_path) in text
 
 
+def test_no_file_or_pipe_cuts_a_table(tmp_path: Path) -> None:
+    """And a terminal folds what is too long for it."""
+    home = tmp_path / ("long" * 50)
+    environ = {"SPARSE_INDEXER_CACHE_DIR": str(home), "CUDA_HOME": str(home)}
+    text = invoke("doctor", COLUMNS=None, **environ)
+    assert f"{home}: expected a toolkit, with bin/nvcc\n" in re.sub(" +$", "", text, flags=re.M)
+    assert "\u2026" not in text
+    assert "\u2026" not in invoke("doctor", COLUMNS="60", **environ)
+
+
 def test_doctor_says_what_a_variable_should_be() -> None:
     text = invoke("doctor", SPARSE_INDEXER_JIT="never", CXX="g++ '-O2")
     assert re.search(r"SPARSE_INDEXER_JIT=never: expected 'auto' or 'cached' or 'rebuild'", text)
@@ -237,9 +251,9 @@ def test_compile_and_cache(tmp_path: Path) -> None:
     invoke("cache", "--clear", SPARSE_INDEXER_CACHE_DIR=str(tmp_path))
     assert not list(tmp_path.rglob("kernel.cubin"))
     text = invoke("compile", "--arch", "6.1", code=1)
-    assert text.startswith("error: arch: expected ")
+    assert text.startswith("error: --arch: expected ")
     text = invoke(*options, "--out", "", code=1)
-    assert text == "error: out: expected a folder, got ''\n"
+    assert text == "error: --out: expected a folder, got ''\n"
 
 
 def test_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,11 +285,11 @@ def test_demo_is_quick_as_a_program() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--device", "meta"), "device: expected cpu or cuda, got meta"),
-        (("--topk", "100000000000"), "topk: expected an int of 1 to 16384, got 100000000000"),
-        (("--topk-blocks", "17000"), "topk_blocks: expected an int of 1 to 16384, got 17000"),
-        (("--plot", "x.jpg"), "plot: expected a .png file, got x.jpg"),
-        (("--plot", "."), "plot: expected a file in a folder that exists, got ."),
+        (("--device", "meta"), "--device: expected cpu or cuda, got meta"),
+        (("--topk", "100000000000"), "--topk: expected an int of 1 to 16384, got 100000000000"),
+        (("--topk-blocks", "17000"), "--topk-blocks: expected an int of 1 to 16384, got 17000"),
+        (("--plot", "x.jpg"), "--plot: expected a .png file, got x.jpg"),
+        (("--plot", "."), "--plot: expected a file in a folder that exists, got ."),
     ],
 )
 def test_what_demo_cannot_do_is_one_line(options: tuple[str, ...], message: str) -> None:

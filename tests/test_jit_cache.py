@@ -4,9 +4,11 @@
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from jit_support import CSRC, FakeToolkit, scale_kernel, use_empty_cache, use_fake_toolkit
@@ -33,9 +35,9 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(folder))
-    places._warn_unwritable.cache_clear()
+    places._warn.cache_clear()
     yield folder
-    places._warn_unwritable.cache_clear()
+    places._warn.cache_clear()
 
 
 def build(capability: tuple[int, int] = (9, 0), sources: Path = CSRC) -> Stored:
@@ -141,9 +143,8 @@ def sources(tmp_path: Path) -> Path:
     [
         ("kernels/scale.h", True, True),
         ("kernels/scale.cuh", True, False),
-        ("kernels/other.cuh", True, False),
+        ("kernels/other.cuh", False, False),
         ("host/scale.cc", False, True),
-        ("include/of/its/own.h", True, True),
         ("README.md", False, False),
     ],
 )
@@ -161,12 +162,54 @@ def test_changed_source_is_built_again(sources: Path, file: str, device: bool, h
     assert host_artifact(scale_kernel(sources)).fresh is host
 
 
+@pytest.mark.parametrize(
+    ("directive", "file"),
+    [
+        ('#include "kernels/types.hpp"', "kernels/types.hpp"),
+        ('#include "beside.inl"', "kernels/beside.inl"),
+        ("  #  include <of/its/own>", "include/of/its/own"),
+        ('#include "../../outside.inc"', "../outside.inc"),
+        ('#include "OUTSIDE"', "../outside.hh"),
+        ('#include "linked/x.h"', "linked/x.h"),
+    ],
+)
+def test_whatever_is_included_counts(sources: Path, directive: str, file: str) -> None:
+    """Of any name, anywhere, also by way of another file."""
+    (sources.parent / "elsewhere").mkdir()
+    (sources / "linked").symlink_to(sources.parent / "elsewhere")
+    path, scale = sources / file, sources / "kernels/scale.h"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("// 1")
+    directive = directive.replace("OUTSIDE", str(path.resolve()))
+    scale.write_text(f"{directive}\n{scale.read_text()}")
+    for text in ("// 1", '#include "scale.h"', '#include "deep.h"', '#include "deep.h"'):
+        path.write_text(text)
+        if text == '#include "deep.h"':
+            deep = path.parent / "deep.h"
+            deep.write_text(f"{deep.read_text() if deep.exists() else ''}// deep")
+        for artifact in (
+            lambda: build(sources=sources),
+            lambda: host_artifact(scale_kernel(sources)),
+        ):
+            assert artifact().fresh
+            assert not artifact().fresh
+
+
+@pytest.mark.parametrize("directive", ["include NAME", "include_next <x.h>", "import <x.h>"])
+def test_include_that_names_no_file(sources: Path, directive: str) -> None:
+    with (sources / "kernels/scale.h").open("a") as out:
+        out.write(f"#{directive}\n")
+    message = f"cannot tell what `#{directive}` of scale includes\n  hint: include it as"
+    for artifact in (lambda: build(sources=sources), lambda: host_artifact(scale_kernel(sources))):
+        with pytest.raises(JitError, match=message):
+            artifact()
+
+
 def test_header_of_the_library_counts(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = Path(shutil.copytree(kernel.SOURCES, tmp_path / "library"))
     monkeypatch.setattr(kernel, "SOURCES", library)
-    monkeypatch.setattr(artifacts, "SOURCES", library)
     build()
     assert not build().fresh
     header = library / "include/sparse_indexer/cstdint.h"
@@ -299,6 +342,14 @@ def test_mode_cached_takes_any_compiler_s(
         assert host_artifact(scale_kernel()).fresh
 
 
+def test_flags_of_nvcc_from_the_environment_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    build()
+    for place in ("PREPEND", "APPEND"):
+        monkeypatch.setenv(f"NVCC_{place}_FLAGS", "-G")
+        assert build().fresh
+        assert not build().fresh
+
+
 def test_no_compiler_takes_an_older_one_s_target(
     toolkit: FakeToolkit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -327,6 +378,26 @@ def test_miss_says_what_there_is(
     assert there == f"  of scale there is: {want}"
 
 
+def test_damaged_entry_is_called_so(
+    root: Path, tmp_path: Path, toolkit: FakeToolkit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it is another compiler's."""
+    build()
+    shipped = root.rename(tmp_path / "shipped")
+    (cubin,) = shipped.rglob("kernel.cubin")
+    monkeypatch.setenv("SPARSE_INDEXER_CACHE_DIR", f"{root}:{shipped}")
+    monkeypatch.setenv("SPARSE_INDEXER_JIT", "cached")
+    for damage in (lambda: cubin.write_bytes(b"half"), cubin.unlink):
+        damage()
+        with pytest.raises(JitError) as caught:
+            build()
+        first, where, there, _ = str(caught.value).splitlines()
+        assert first.startswith("scale for sm_90a is damaged in the cache, and SPARSE_INDEXER_JIT")
+        assert (where, there) == (f"  in: {cubin}", "  of scale there is: nothing")
+        with (toolkit.bin / "nvcc").open("a") as out:
+            out.write("# another version\n")
+
+
 def test_mode_rebuild(toolkit: FakeToolkit, monkeypatch: pytest.MonkeyPatch) -> None:
     first = build()
     monkeypatch.setattr(artifacts, "_rebuilt", set())
@@ -339,9 +410,13 @@ def test_mode_rebuild(toolkit: FakeToolkit, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(toolkit.calls) == 2
 
 
-def test_unknown_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SPARSE_INDEXER_JIT", "never")
-    with pytest.raises(ValueError, match="SPARSE_INDEXER_JIT: expected 'auto' or 'cached'"):
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("JIT", "'auto' or 'cached' or 'rebuild'"), ("LINEINFO", "'0' or '1'")],
+)
+def test_unknown_value(name: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(f"SPARSE_INDEXER_{name}", "yes")
+    with pytest.raises(ValueError, match=f"^SPARSE_INDEXER_{name}: expected {expected}, got 'yes'"):
         build()
 
 
@@ -395,8 +470,52 @@ def test_unwritable_root(
     assert path_of(second).is_relative_to(private)
     assert private.stat().st_mode & 0o777 == 0o700
     (record,) = caplog.records
-    assert f"the cache folder {unwritable} is not writable" in record.message
-    assert str(private) in record.message
+    message = (
+        rf"the cache folder {unwritable} cannot be written \([\w ]+\), using {private} instead"
+    )
+    assert re.match(f"{message}; set SPARSE_INDEXER_CACHE_DIR to ", record.message)
+
+
+def test_full_disk(
+    root: Path,
+    temporary: Path,
+    toolkit: FakeToolkit,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Is not written, is not asked to hold half a file, and what went elsewhere is found there."""
+
+    def full(file: int, start: int, size: int) -> None:
+        if os.readlink(f"/proc/self/fd/{file}").startswith(str(root)):
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    private = temporary / f"sparse_indexer-{os.getuid()}"
+    with caplog.at_level(logging.WARNING, "sparse_indexer"):
+        assert path_of(build()).is_relative_to(private)
+        assert not build().fresh
+    (record,) = caplog.records
+    assert record.message == (
+        f"the cache folder {root} cannot be written (No space left on device), using {private} "
+        "instead; set SPARSE_INDEXER_CACHE_DIR to a folder that can be written"
+    )
+    assert not list((root / "v1/staging").iterdir())
+    with monkeypatch.context() as patch:
+        patch.setenv("SPARSE_INDEXER_JIT", "cached")
+        patch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=0))
+        assert not build().fresh
+    toolkit.order("fail", "g++: fatal error: /x/y.s: No space left on device")
+    with pytest.raises(JitError, match="hint: free some space, or set SPARSE_INDEXER_CACHE_DIR"):
+        host_artifact(scale_kernel())
+
+
+def test_temporary_root_is_for_roots_that_cannot_be_written(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPARSE_INDEXER_CACHE_DIR", "/proc/self/cache")
+    assert build().fresh
+    monkeypatch.setenv("SPARSE_INDEXER_CACHE_DIR", str(root))  # which is not there yet
+    assert path_of(build()).is_relative_to(root)
 
 
 def test_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -414,6 +533,7 @@ def test_private_folder_is_not_trusted_blindly(
     toolkit: FakeToolkit,
     kind: str,
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     private = temporary / f"sparse_indexer-{os.getuid()}"
     if kind == "a link":
@@ -430,6 +550,15 @@ def test_private_folder_is_not_trusted_blindly(
     assert stored.fresh
     assert stored.path is None
     assert stored.data.startswith(b"compiled by")
+    refused = private
+    if kind == "somebody else's":
+        refused, why = temporary / f"sparse_indexer-{user + 1}", f"user {user} owns it"
+    else:
+        why = "a link" if kind == "a link" else "mode 755 lets others in"
+    (record,) = caplog.records
+    assert f"the cache folder {unwritable} cannot be written (" in record.message
+    assert f", nor can {refused} (refused: {why}): every process compiles anew" in record.message
+    assert stored.fault == record.message
     assert not list(tmp_path.glob("target/*"))
     assert not list(private.glob("*"))
     toolkit.order("fail", "error: no luck")
@@ -450,7 +579,7 @@ def test_disk_that_fills_up(
         stored = build()
     assert stored.path is None
     assert stored.data.startswith(b"compiled by")
-    assert "cannot keep scale for sm_90a" in caplog.text
+    assert f"cannot keep scale for sm_90a in {root} (No space left on device); set " in caplog.text
 
 
 def test_lost_race_uses_its_own_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -494,6 +623,26 @@ def test_what_killed_builders_left_is_swept(root: Path) -> None:
     build((8, 0))
     assert not old.exists()
     assert new.exists()
+
+
+def test_clear_leaves_what_is_being_made(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build((8, 0))
+    make = artifacts.build.compile_device
+
+    def clear_first(*arguments: object) -> object:
+        assert cache.clear() == [root]
+        return make(*arguments)  # type: ignore[arg-type]
+
+    def clear_last(*arguments: object, **keywords: object) -> Stored:
+        cache.clear()
+        return publish(*arguments, **keywords)  # type: ignore[arg-type]
+
+    publish = cache.publish
+    monkeypatch.setattr(artifacts.build, "compile_device", clear_first)
+    monkeypatch.setattr(cache, "publish", clear_last)
+    assert path_of(build()).is_file()
+    assert not build().fresh
+    assert build((8, 0)).fresh
 
 
 def test_clear(root: Path) -> None:

@@ -3,26 +3,29 @@
 
 import io
 import os
+import platform
 import re
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
 import pytest
 from jit_support import (
+    PREAMBLE,
     FakeToolkit,
     needs_gxx,
     needs_nvrtc,
-    run_python,
     scale_kernel,
+    start_python,
     use_empty_cache,
     use_fake_toolkit,
 )
 from rich.console import Console
 
-from sparse_indexer.jit import Kernel, cache, commands, doctor
+from sparse_indexer.jit import Kernel, cache, commands, doctor, places
 from sparse_indexer.jit.resources import Resources
 
 
@@ -48,11 +51,9 @@ def text_of(console: Console) -> str:
 
 def test_compile(root: Path, toolkit: FakeToolkit) -> None:
     outcomes = commands.compile_kernels("8.0, 9.0,9.0a", [scale_kernel()], jobs=1)
-    assert [(o.kernel, o.target, o.error) for o in outcomes] == [
-        ("scale", "host", None),
-        ("scale", "sm_80", None),
-        ("scale", "sm_90a", None),
-    ]
+    assert sorted((o.kernel, o.target, o.error) for o in outcomes) == sorted(
+        ("scale", target, None) for target in ("sm_80", "sm_90a", platform.machine())
+    )
     assert all(o.seconds is not None for o in outcomes)
     assert len(list((root / "v1").glob("sm_*/scale/*/kernel.cubin"))) == 2
     assert len(list((root / "v1").glob("*/scale/*/host.so"))) == 1
@@ -65,7 +66,7 @@ def test_compile_only_what_a_kernel_is_for(toolkit: FakeToolkit) -> None:
     root = scale_kernel().root
     hopper = Kernel("scale", {"scale_1": "Scale<1>"}, capabilities=(90, 90), root=root)
     outcomes = commands.compile_kernels("8.0,9.0", [hopper], jobs=1)
-    assert [o.target for o in outcomes] == ["host", "sm_90a"]
+    assert {o.target for o in outcomes} == {platform.machine(), "sm_90a"}
     assert commands.compile_kernels("8.0", [hopper], jobs=1) == []
 
 
@@ -84,11 +85,11 @@ def test_compile_to_a_folder(root: Path, tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("file", "a folder that can be written, or made"),
-        ("file/below", "a folder that can be written, or made"),
-        ("/proc/self/out", "a folder that can be written, or made"),
-        ("a:b", "a folder without ':' in its path"),
-        ("", "a folder"),
+        ("file", "a folder that can be written, or made, got 'file' (Not a directory)"),
+        ("file/below", "a folder that can be written, or made, got 'file/below' (Not a directory)"),
+        ("/proc/self/out", "a folder that can be written, or made, got '/proc/self/out' ("),
+        ("a:b", "a folder without ':' in its path, got '/"),
+        ("", "a folder, got ''"),
     ],
 )
 def test_folder_that_cannot_be_filled(
@@ -103,9 +104,7 @@ def test_folder_that_cannot_be_filled(
     before = dict(os.environ)
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("not a folder")
-    got = str(tmp_path / name) if ":" in name else name
-    message = re.escape(f"out: expected {expected}, got {got!r}")
-    with pytest.raises(ValueError, match=f"^{message}$"):
+    with pytest.raises(ValueError, match=f"^{re.escape(f'out: expected {expected}')}"):
         commands.compile_command(console, "8.0", "topk", 1, name)
     assert not toolkit.calls
     assert sorted(os.listdir()) == ["file", "toolkit"]
@@ -113,7 +112,7 @@ def test_folder_that_cannot_be_filled(
 
 
 def test_compile_that_keeps_nothing(
-    toolkit: FakeToolkit, console: Console, monkeypatch: pytest.MonkeyPatch
+    root: Path, toolkit: FakeToolkit, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(path: Path, data: bytes) -> None:
         raise OSError(28, "No space left on device")
@@ -121,7 +120,38 @@ def test_compile_that_keeps_nothing(
     monkeypatch.setattr(cache, "_write", full)
     outcomes = commands.compile_kernels("8.0", [scale_kernel()], jobs=1)
     assert commands.print_outcomes(console, outcomes) == 1
-    assert "cannot keep scale for sm_80, in " in text_of(console)
+    for target in ("sm_80", platform.machine()):
+        wanted = f"cannot keep scale for {target}: {root} (No space left on device); set SPARSE_"
+        assert wanted in text_of(console)
+
+
+def test_compile_where_nothing_can_be_kept(
+    tmp_path: Path, toolkit: FakeToolkit, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which folders were refused and why, in a process that says it once."""
+    places._warn.cache_clear()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("SPARSE_INDEXER_CACHE_DIR", "/proc/self/cache")
+    private = tmp_path / f"sparse_indexer-{os.getuid()}"
+    private.symlink_to(tmp_path)
+    outcomes = commands.compile_kernels("8.0", [scale_kernel()], jobs=2)
+    assert commands.print_outcomes(console, outcomes) == 1
+    assert text_of(console).count("the cache folder /proc/self/cache cannot be written (") == 2
+    assert text_of(console).count(f", nor can {private} (refused: a link): ") == 2
+
+
+def test_compile_says_once_where_things_go(tmp_path: Path, toolkit: FakeToolkit) -> None:
+    code = """
+    from sparse_indexer.jit import commands
+    for o in commands.compile_kernels("8.0,9.0", [kernel], jobs=2):
+        print(o.error)
+    """
+    environ = {"SPARSE_INDEXER_CACHE_DIR": "/proc/self/cache", "TMPDIR": str(tmp_path)}
+    process = start_python(code, environ)
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out) == (0, "None\nNone\nNone\n")
+    assert err.count("the cache folder /proc/self/cache cannot be written") == 1
+    assert err.count("\n") == 1
 
 
 def test_compile_with_nothing_but_the_cache(
@@ -198,6 +228,7 @@ def test_worker_that_is_killed(toolkit: FakeToolkit) -> None:
     assert parent_of(compilers[1]) is None
     assert process.returncode == 1
     assert err.startswith("error: a process that compiled was killed, perhaps for want of memory\n")
+    assert err.endswith("  hint: fewer at once, --jobs 1\n")
     os.killpg(worker, signal.SIGKILL)  # its compiler
 
 
@@ -215,13 +246,13 @@ def test_table(console: Console) -> None:
     resources = {"scale_1": Resources(32, 0, 0), "scale_2": Resources(168, 24, 4096)}
     warning = "ptxas warning : Value of threads per SM for entry scale_2 is out of range"
     outcomes = [
-        commands.Outcome("scale", "host", 1.5, {}, (), None),
+        commands.Outcome("scale", "x86_64", 1.5, {}, (), None),
         commands.Outcome("scale", "sm_90a", 0.25, resources, (warning,), None),
         commands.Outcome("scale", "sm_80", None, resources, (), None),
     ]
     assert commands.print_outcomes(console, outcomes) == 0
     rows = [line.split() for line in text_of(console).splitlines()]
-    assert ["scale", "host", "1.50"] in rows
+    assert ["scale", "x86_64", "1.50"] in rows
     assert ["scale", "scale_1", "sm_90a", "0.25", "32", "0", "0"] in rows
     assert ["scale", "scale_2", "sm_90a", "168", "24", "4096"] in rows
     assert ["scale", "scale_1", "sm_80", "cached", "32", "0", "0"] in rows
@@ -248,25 +279,62 @@ def test_compile_command(
     toolkit: FakeToolkit, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(commands, "all_kernels", lambda: {"scale": scale_kernel()})
-    assert commands.compile_command(console, "8.0,9.0", " scale ,scale", 1, None) == 0
+    assert commands.compile_command(console, "8.0,9.0,", " scale ,scale,", 1, None) == 0
     assert text_of(console).count("sm_90a") == 1
+
+
+@pytest.mark.parametrize("out", ["~/shipped", Path("~/shipped")])
+def test_folder_in_the_home(
+    out: Path | str, tmp_path: Path, toolkit: FakeToolkit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    commands.compile_kernels("8.0", [scale_kernel()], jobs=1, out=out)
+    assert len(list((tmp_path / "home/shipped").rglob("meta.json"))) == 2
+
+
+WRONG: list[tuple[dict[str, object], str]] = [
+    ({"arch": 9.0}, "arch: expected a str of compute capabilities, got 9.0"),
+    ({"kernels": "topk"}, "kernels: expected a list of Kernel, got 'topk'"),
+    ({"kernels": scale_kernel()}, "kernels: expected a list of Kernel, got a Kernel"),
+    ({"kernels": ["topk"]}, "kernels: expected a list of Kernel, got one with 'topk'"),
+    ({"jobs": "2"}, "jobs: expected an int, got '2'"),
+    ({"jobs": 1.5}, "jobs: expected an int, got 1.5"),
+    ({"out": 7}, "out: expected a folder, got 7"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG, ids=lambda value: str(value)[:40])
+def test_wrong_arguments_are_named(arguments: dict[str, object], message: str) -> None:
+    good = {"arch": "8.0", "kernels": [scale_kernel()], "jobs": 1}
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        commands.compile_kernels(**{**good, **arguments})  # type: ignore[arg-type]
 
 
 @needs_nvrtc
 @needs_gxx
-def test_compile_in_processes() -> None:
-    """Real compilers, two at a time."""
-    code = """
+def test_compile_in_processes(tmp_path: Path) -> None:
+    """Real compilers, two at a time, of a script without a guard that has loaded the kernel."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        PREAMBLE.format(tests=str(Path(__file__).parent))
+        + textwrap.dedent("""
     from sparse_indexer.jit import commands
-    if __name__ == "__main__":
-        for o in commands.compile_kernels("8.0,9.0", [kernel], jobs=2):
-            print(o.kernel, o.target, o.error, sorted(o.resources))
-    """
-    assert run_python(code).splitlines() == [
-        "scale host None []",
-        "scale sm_80 None ['scale_1', 'scale_2']",
-        "scale sm_90a None ['scale_1', 'scale_2']",
-    ]
+    load(kernel, torch.device("cpu"))
+    for o in commands.compile_kernels("8.0,9.0", [kernel], jobs=2):
+        print(o.kernel, o.target, o.error, sorted(o.resources))
+    print(__file__, sys.modules["__main__"].kernel is kernel)
+    """)
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(done.stdout.splitlines()) == sorted(
+        [
+            f"scale {platform.machine()} None []",
+            "scale sm_80 None ['scale_1', 'scale_2']",
+            "scale sm_90a None ['scale_1', 'scale_2']",
+            f"{script} True",
+        ]
+    )
 
 
 def test_cache_command(
@@ -356,6 +424,23 @@ def test_doctor_of_an_nvcc_without_gxx(
     assert ("fix", doctor.hints.NVCC_WITHOUT_GXX) in lines
     monkeypatch.setenv("NVCC_CCBIN", "/opt/gcc")
     assert ("fix", doctor.hints.NVCC_WITHOUT_GXX) not in doctor.report()
+
+
+def test_doctor_of_a_home_without_nvcc(
+    root: Path, toolkit: FakeToolkit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_PATH", str(root))
+    lines = doctor.report()
+    assert ("set", f"CUDA_PATH={root}: expected a toolkit, with bin/nvcc") in lines
+    assert not any(text.startswith("CUDA_HOME=") for _, text in lines)
+    (toolkit.bin / "nvcc").chmod(0o644)
+    expected = f"CUDA_HOME={toolkit.home}: expected a toolkit, with bin/nvcc"
+    assert ("set", expected) in doctor.report()
+    (toolkit.bin / "nvcc").write_text("#!/bin/sh\necho no compiler\n")
+    (toolkit.bin / "nvcc").chmod(0o755)
+    (toolkit.home / "include/cuda_runtime_api.h").unlink()
+    text = f"unusable, `{toolkit.bin}/nvcc --version` names no version"
+    assert ("nvcc", text) in doctor.report()
 
 
 def test_doctor(root: Path, toolkit: FakeToolkit, monkeypatch: pytest.MonkeyPatch) -> None:

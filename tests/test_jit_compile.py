@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The real compilers: both make machine code for every target, and fail with a useful word."""
 
+import os
 import re
 import struct
 from pathlib import Path
 
 import pytest
+import torch
 from jit_support import (
     NVCC,
     NVRTC,
@@ -19,9 +21,9 @@ from jit_support import (
 )
 
 from sparse_indexer.errors import JitError
-from sparse_indexer.jit import Kernel, compilers
+from sparse_indexer.jit import Kernel, compilers, load
 from sparse_indexer.jit.artifacts import device_artifact, host_artifact
-from sparse_indexer.jit.kernel import all_kernels
+from sparse_indexer.jit.kernel import SOURCES, all_kernels
 from sparse_indexer.jit.resources import Resources
 
 TARGETS = {
@@ -115,7 +117,7 @@ def test_volta_with_cuda_13(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write_kernel(folder: Path, text: str) -> Kernel:
-    (folder / "kernels").mkdir()
+    (folder / "kernels").mkdir(exist_ok=True)
     (folder / "kernels/odd.cuh").write_text(text)
     return Kernel("odd", {"odd": "Odd<1, 2>"}, root=folder)
 
@@ -151,6 +153,53 @@ def test_headers(
     body = "int64_t i = threadIdx.x; p.x[i] = sizeof(int64_t) == 8 && sizeof(uint8_t) == 1;"
     kernel = write_kernel(tmp_path, "\n".join(lines) + ODD.replace("BODY", body))
     assert device_artifact(kernel, (8, 0)).fresh
+
+
+@both
+def test_current_folder_decides_nothing(
+    compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPARSE_INDEXER_COMPILER", compiler)
+    monkeypatch.chdir(tmp_path)
+    names = ["kernels/scale.cuh", "kernels/scale.h", "kernels/scale.cu", "host/scale.cc"]
+    library = (path for path in SOURCES.joinpath("include").rglob("*") if path.is_file())
+    names += [path.relative_to(SOURCES / "include").as_posix() for path in library]
+    for path in (tmp_path / name for name in names):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("#error of the current folder\n")
+    assert device_artifact(scale_kernel(), (8, 0)).fresh
+    assert host_artifact(scale_kernel()).fresh
+
+
+@both
+def test_includes_from_anywhere(
+    compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found where the compiler finds them: what was compiled is what counts."""
+    monkeypatch.setenv("SPARSE_INDEXER_COMPILER", compiler)
+    (tmp_path / "mine/include").mkdir(parents=True)
+    (tmp_path / "outside.inc").write_text("#define OUTSIDE 1\n")
+    text = '#include "../../outside.inc"\n#include "beside.hpp"\n#include <types.hh>\n'
+    text += ODD.replace("BODY", "p.x[0] = OUTSIDE + BESIDE + TYPES;")
+    kernel = write_kernel(tmp_path / "mine", text)
+    wrong = "#error the wrong one\n"
+    files = {
+        "kernels/beside.hpp": "#define BESIDE 1\n",
+        "beside.hpp": wrong,
+        "include/types.hh": "#define TYPES 1\n",
+        "kernels/types.hh": wrong,
+    }
+    for name, content in files.items():
+        (tmp_path / "mine" / name).write_text(content)
+    first = device_artifact(kernel, (8, 0))
+    files = {name: content.replace(" 1", " 2") for name, content in files.items()}
+    for path in (tmp_path / "outside.inc", *(tmp_path / "mine" / name for name in files)):
+        counts = "1" in path.read_text()
+        path.write_text(path.read_text().replace(" 1", " 2") + "// changed\n")
+        stored = device_artifact(kernel, (8, 0))
+        assert stored.fresh is counts
+        assert (stored.data != first.data) or not counts
+        first = stored
 
 
 @both
@@ -311,6 +360,54 @@ def test_no_host_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines[0] == "cannot build the host entry of scale: there is no C++ compiler"
     assert lines[1] == "  tried /nonexistent/c++ on the PATH"
     assert "apt-get install g++" in lines[2]
+
+
+def write_host(folder: Path, text: str) -> Kernel:
+    (folder / "host").mkdir()
+    path = folder / "host/odd.cc"
+    path.write_text(f'#include "sparse_indexer/host/launch.h"\n{text}')
+    return Kernel("odd", {"odd": "Odd"}, root=folder)
+
+
+@needs_gxx
+def test_function_that_is_nowhere(tmp_path: Path) -> None:
+    """Told when it is compiled, not by the end of the process that calls it."""
+    text = "int nowhere(int);\nint odd(int x) { return nowhere(x); }\n"
+    text += "SPARSE_INDEXER_MODULE();\nSPARSE_INDEXER_EXPORT(odd);\n"
+    with pytest.raises(JitError, match=r"undefined reference to `nowhere\(int\)") as caught:
+        host_artifact(write_host(tmp_path, text))
+    assert "hint: define it in the host entry" in str(caught.value)
+
+
+@needs_gxx
+@pytest.mark.parametrize(
+    ("exports", "macro"),
+    [
+        ("SPARSE_INDEXER_MODULE();", "EXPORT(odd)"),
+        ("SPARSE_INDEXER_EXPORT(odd);", "MODULE()"),
+        ("", "MODULE()"),
+    ],
+)
+def test_forgotten_export(exports: str, macro: str, tmp_path: Path) -> None:
+    kernel = write_host(tmp_path, f"int odd(int x) {{ return x; }}\n{exports}\n")
+    hint = re.escape(f"hint: add SPARSE_INDEXER_{macro}; at the end of {kernel.host_source}")
+    with pytest.raises(JitError, match=f"(?s)^cannot load the host entry of odd: .*{hint}$"):
+        load(kernel, torch.device("cpu"))
+
+
+@needs_gxx
+def test_launcher_of_the_host_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = tmp_path / "ccache"
+    launcher.write_text(f'#!/bin/sh\necho "$1" >> {tmp_path}/calls\nexec "$@"\n')
+    launcher.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("CXX", "ccache g++")
+    assert host_artifact(scale_kernel()).meta["built_by"] == "ccache g++"
+    assert (tmp_path / "calls").read_text() == "g++\n"
+    monkeypatch.setenv("CXX", "no-ccache g++")
+    monkeypatch.setenv("SPARSE_INDEXER_CACHE_DIR", str(tmp_path / "another"))
+    with pytest.raises(JitError, match="\n  tried no-ccache on the PATH\n"):
+        host_artifact(scale_kernel())
 
 
 @needs_gxx

@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """A kernel before it is compiled, its targets, and what is read from a compiler's output."""
 
+import re
+
+import numpy as np
 import pytest
 from jit_support import CSRC, scale_kernel
 
+from sparse_indexer.errors import blame_argument
 from sparse_indexer.jit import Kernel
 from sparse_indexer.jit.hints import first_error, hint_for
 from sparse_indexer.jit.kernel import SOURCES, all_kernels
 from sparse_indexer.jit.parallel import max_jobs
 from sparse_indexer.jit.resources import Resources, parse_resources, parse_warnings
 from sparse_indexer.jit.targets import parse_arch, target_of, targets_of
+
+EXPECTED = "capabilities: expected (first, last), each 10 * major + minor of 7.0 or later"
 
 
 def test_unit() -> None:
@@ -32,6 +38,32 @@ def test_names_are_c_identifiers() -> None:
             Kernel("topk", {"a": "A", word: "A"})
     with pytest.raises(ValueError, match=r"^variants: expected at least one of topk, got none$"):
         Kernel("topk", {})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"name": 7}, "name: expected a C identifier, got 7"),
+        ({"variants": ["a"]}, "variants: expected a mapping of symbols to Configs, got a list"),
+        ({"variants": {7: "A"}}, "variants: expected a C identifier, got 7"),
+        ({"variants": {"a": None}}, "variants: expected Configs in C++, as str, got None"),
+        ({"root": "here"}, "root: expected a pathlib.Path, got 'here'"),
+        *(
+            ({"capabilities": capabilities}, f"{EXPECTED}, got {capabilities!r}")
+            for capabilities in [(100, 90), (9.0, 9.0), (90.0, 90.0), (9, 0), (8, 9), (90,), 90]
+        ),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        Kernel(**{"name": "topk", "variants": {"a": "A"}, **arguments})  # type: ignore[arg-type]
+
+
+def test_a_flag_of_numpy_is_called_so() -> None:
+    def op(force_last: bool) -> None: ...
+
+    with pytest.raises(ValueError, match=r"^force_last: expected a Python bool, got a numpy bool"):
+        blame_argument(TypeError(), op, {"force_last": np.True_})
 
 
 def test_sources_of_a_test_kernel_come_before_the_library_s() -> None:

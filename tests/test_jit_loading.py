@@ -50,6 +50,27 @@ def _cubin(kernel: Kernel, capability: tuple[int, int]) -> Stored:
 GPU = [torch.device("cuda", index) for index in range(2)]
 
 
+def test_wrong_arguments_are_named(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel: Any = scale_kernel()
+    cases: list[tuple[Any, tuple[Any, ...], str]] = [
+        (load, ("scale", GPU[0]), "kernel: expected a Kernel, got 'scale'"),
+        (load, (None, GPU[0]), "kernel: expected a Kernel, got None"),
+        (load, (kernel, []), "device: expected a torch device, got a list"),
+        (load, (kernel, None), "device: expected a torch device, got None"),
+        (load, (kernel, "meta"), "device: expected a CUDA device or the CPU, got meta"),
+        (warmup, ([],), "device: expected a torch device, got a list"),
+        (warmup, (GPU[0], kernel), "kernels: expected a list of Kernel, got a Kernel"),
+        (warmup, (GPU[0], ["scale"]), "kernels: expected a list of Kernel, got one with 'scale'"),
+    ]
+    for call, arguments, message in cases:
+        with pytest.raises(ValueError, match=f"^{message}$"):
+            call(*arguments)
+    assert load(kernel, "cuda:0") is host  # type: ignore[arg-type]
+    monkeypatch.setenv("SPARSE_INDEXER_SYNC", "yes")
+    with pytest.raises(ValueError, match=r"^SPARSE_INDEXER_SYNC: expected '0' or '1', got 'yes'$"):
+        load(scale_kernel(), GPU[0])
+
+
 def test_loads_once_a_device(host: Host) -> None:
     kernel = scale_kernel()
     for _ in range(3):

@@ -13,12 +13,17 @@ import pytest
 import torch
 from jit_support import PretendCuda, needs_gxx
 
-from sparse_indexer import FlatIndexK, IndexKPool
+from sparse_indexer import FlatIndexK, IndexKPool, IndexQ
 from sparse_indexer.jit import load
 from sparse_indexer.jit.kernel import all_kernels
 from sparse_indexer.ops.block_keys import block_keys
+from sparse_indexer.ops.candidate_logits import candidate_logits
+from sparse_indexer.ops.candidate_quads import candidate_quads
 from sparse_indexer.ops.candidate_table import candidate_table
+from sparse_indexer.ops.dense_block_keys import dense_block_keys
 from sparse_indexer.ops.index_k import index_k
+from sparse_indexer.ops.index_q import index_q
+from sparse_indexer.ops.row_quads import row_quads
 from sparse_indexer.ops.topk import topk
 
 
@@ -36,6 +41,17 @@ SCALES = cuda(2, dtype=torch.float32)
 OUTPUTS = {"out_starts": INTS, "out_values": BYTES, "out_scales": SCALES}
 POOL = IndexKPool(cuda(1, 8448, dtype=torch.uint8), 64, "fp8")
 FLAT = FlatIndexK(cuda(2, 128, dtype=torch.float8_e4m3fn), SCALES, "fp8")
+HEADS = cuda(2, 3, dtype=torch.float32)
+FP8_QUERIES = IndexQ(cuda(2, 3, 128, dtype=torch.float8_e4m3fn), HEADS)
+FP4_QUERIES = IndexQ(cuda(2, 3, 64, dtype=torch.uint8), cuda(2, 3))
+BF16_QUERIES = IndexQ(cuda(2, 3, 128, dtype=torch.bfloat16))
+HALF_QUERIES = IndexQ(cuda(2, 3, 128, dtype=torch.float16))
+QUADS, COUNTS = cuda(4), cuda(4, 2)
+PACKED_KEYS = cuda(64, 1152, dtype=torch.uint8)
+PACKED_QUERIES = cuda(4, 128, 128, dtype=torch.uint8)
+PACKED_WEIGHTS = cuda(4, 4, 32, dtype=torch.float32)
+SCORED = {"keys": PACKED_KEYS, "queries": PACKED_QUERIES, "weights": PACKED_WEIGHTS}
+PACKED = {"out_values": PACKED_QUERIES, "out_weights": PACKED_WEIGHTS}
 
 # An op and arguments that it takes.
 CALLS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
@@ -72,6 +88,38 @@ CALLS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
         index_k,
         {"keys": POOL, "where": TABLE, "lens": INTS, "max_len": 1, "out_starts": INTS}
         | {"out_values": cuda(3, 1152, dtype=torch.uint8)},
+    ),
+    "row_quads": (
+        row_quads,
+        {"request_of_row": INTS, "lens": INTS, "requests": [(0, 4, 0, 8), (4, 0, 1, 0)]}
+        | {"out_rows": cuda(4, 4), "out_slots": INTS, "out_slot_lens": cuda(4, 4)}
+        | {"out_lens": QUADS, "out_first": QUADS}
+        | {"out_request_lens": INTS, "out_request_first": INTS},
+    ),
+    "index_q": (
+        index_q,
+        {"queries": FP8_QUERIES, "head_weights": HEADS, "rows": cuda(4, 4), "counts": COUNTS}
+        | PACKED,
+    ),
+    "index_q, fp4": (
+        index_q,
+        {"queries": FP4_QUERIES, "head_weights": HEADS.bfloat16(), "rows": cuda(4, 4)} | PACKED,
+    ),
+    "candidate_quads": (
+        candidate_quads,
+        {"blocks": cuda(4, 4, 10), "max_blocks": 33, "pairs": True, "out_entries": cuda(4, 33)}
+        | {"out_ranks": cuda(4, 2, 4, dtype=torch.int16), "out_counts": COUNTS},
+    ),
+    "dense_block_keys": (
+        dense_block_keys,
+        SCORED
+        | {"quad_lens": QUADS, "quad_first": QUADS, "out": cuda(16, 64, dtype=torch.float32)},
+    ),
+    "candidate_logits": (
+        candidate_logits,
+        SCORED
+        | {"entries": cuda(4, 33), "ranks": cuda(4, 2, 4, dtype=torch.int16), "counts": COUNTS}
+        | {"quad_first": QUADS, "out": cuda(16, 80, dtype=torch.float32)},
     ),
 }
 ARGUMENTS = [(name, argument) for name, (_, given) in CALLS.items() for argument in given]
@@ -124,6 +172,11 @@ def test_a_tensor_of_the_cpu_is_refused_by_name(name: str, argument: str) -> Non
         ("candidate_table", "selected: expected [source rows, n] int32 on cuda, got [2, 8] int32"),
         ("index_k", "keys pages: expected [num_pages, 8448] uint8 on cuda, got [1, 8448] uint8"),
         ("index_k, flat", "keys values: expected [columns, 128] uint8 on cuda, got [2, 128] uint8"),
+        ("row_quads", "request_of_row: expected [rows] int32 on cuda, got [2] int32"),
+        ("index_q", "queries values: expected [rows, heads, 128] uint8 on cuda, got [2, 3, 128]"),
+        ("candidate_quads", "blocks: expected [quads, 4, n] int32 on cuda, got [4, 4, 10] int32"),
+        ("dense_block_keys", "keys: expected [blocks, 1152] uint8 or float16 or bfloat16 on cuda"),
+        ("candidate_logits", "keys: expected [blocks, 1152] uint8 or float16 or bfloat16 on cuda"),
     ],
 )
 def test_all_tensors_of_the_cpu(name: str, message: str) -> None:
@@ -132,6 +185,8 @@ def test_all_tensors_of_the_cpu(name: str, message: str) -> None:
         given["keys"] = IndexKPool(on_cpu(POOL.pages), 64, "fp8")
     if "keys" in given and given["keys"] is FLAT:
         given["keys"] = FlatIndexK(on_cpu(FLAT.values), on_cpu(SCALES), "fp8")
+    if name == "index_q":
+        given["queries"] = IndexQ(on_cpu(FP8_QUERIES.values), on_cpu(HEADS))
     assert refusal(name, **given).startswith(message)
 
 
@@ -140,8 +195,8 @@ NO_TENSORS = {
     "str": ("keys", "'keys'"),
     "object": (object(), "a object"),
     "of another library": (SimpleNamespace(device=1.5), "a SimpleNamespace"),
-    "array": (np.zeros((2, 8), np.int32), "a ndarray"),
-    "array of objects": (np.array([None]), "a ndarray"),
+    "array": (np.zeros((2, 8), np.int32), "a numpy ndarray"),
+    "array of objects": (np.array([None]), "a numpy ndarray"),
     "meta": (torch.zeros(2, 8, device="meta"), "[2, 8] float32 on meta"),
     "sparse": (torch.zeros(2, 8).to_sparse(), "[2, 8] float32 sparse_coo on cpu"),
     "no numbers": (torch.empty(2, dtype=torch.bits8), "[2] bits8 on cpu"),
@@ -168,9 +223,9 @@ def test_what_is_no_tensor_is_refused_by_name(name: str, argument: str) -> None:
 @pytest.mark.usefixtures("entries")
 @pytest.mark.parametrize(("name", "argument"), NUMBERS)
 def test_what_is_no_number_is_refused_by_name(name: str, argument: str) -> None:
-    kind = "Python bool" if argument == "force_last" else "64-bit int"
+    kind = "Python bool" if argument in ("force_last", "pairs") else "64-bit int"
     wrong = [1.5, None, "8", [8], 1 << 70, np.float32(8), torch.tensor(8)]
-    got = ["1.5", "None", "'8'", "a list", str(1 << 70), "a float32", "[] int64 on cpu"]
+    got = ["1.5", "None", "'8'", "a list", str(1 << 70), "a numpy float32", "[] int64 on cpu"]
     for value, text in zip(wrong, got, strict=True):
         message = refusal(name, **{argument: value})
         assert message == f"{argument}: expected a {kind}, got {text}"
@@ -186,6 +241,57 @@ def test_keys_of_index_k() -> None:
     assert refusal("index_k", keys=pool) == (
         "keys pages: expected a dense CUDA tensor, got [1, 8448] uint8 on meta"
     )
+
+
+@needs_gxx
+@pytest.mark.usefixtures("entries")
+def test_queries_of_index_q() -> None:
+    for wrong in (None, [1], BYTES):
+        message = refusal("index_q", queries=wrong)
+        assert message.startswith("queries: expected an IndexQ, got ")
+    meta = torch.zeros(2, 3, 128, dtype=torch.float16, device="meta")
+    assert refusal("index_q", queries=IndexQ(meta)) == (
+        "queries values: expected a dense CUDA tensor, got [2, 3, 128] float16 on meta"
+    )
+
+
+REQUESTS = {
+    "none": (None, "requests: expected a list, got None"),
+    "number": (3, "requests: expected a list, got 3"),
+    "numbers": ([0, 4, 0, 8], "requests[0]: expected four 32-bit ints, got 0"),
+    "three": ([(0, 4, 0, 8), (4, 0, 1)], "requests[1]: expected four 32-bit ints, got (4, 0, 1)"),
+    "five": ([(0, 4, 0, 8, 1)], "requests[0]: expected four 32-bit ints, got (0, 4, 0, 8, 1)"),
+    "three and five": (
+        [(0, 4, 0), (8, 4, 0, 1, 0)],
+        "requests[0]: expected four 32-bit ints, got (0, 4, 0)",
+    ),
+    "fraction": ([(0, 4.0, 0, 8)], "requests[0]: expected four 32-bit ints, got (0, 4.0, 0, 8)"),
+    "text": (["0408"], "requests[0]: expected four 32-bit ints, got '0408'"),
+    "33 bits": (
+        [(0, 4, 1 << 31, 8)],
+        "requests[0]: expected four 32-bit ints, got (0, 4, 2147483648, 8)",
+    ),
+    "one too few": ([(0, 4, 0, 8)], "out_request_lens: expected [1] int32 on cuda:63, got [2]"),
+    "beyond the quads": (
+        [(0, 4, 0, 8), (4, 1, 1, 0)],
+        "requests[1]: expected quads within the 4 of out_rows, got 4 and 1 from there",
+    ),
+    "before the quads": (
+        [(-1, 4, 0, 8), (4, 0, 1, 0)],
+        "requests[0]: expected quads within the 4 of out_rows, got -1 and 4 from there",
+    ),
+    "fewer than no quads": (
+        [(4, -4, 0, 8), (4, 0, 1, 0)],
+        "requests[0]: expected quads within the 4 of out_rows, got 4 and -4 from there",
+    ),
+}
+
+
+@needs_gxx
+@pytest.mark.usefixtures("entries")
+@pytest.mark.parametrize(("requests", "message"), REQUESTS.values(), ids=REQUESTS)
+def test_requests_of_row_quads(requests: object, message: str) -> None:
+    assert refusal("row_quads", requests=requests).startswith(message)
 
 
 ON = "on cuda:63"
@@ -230,6 +336,73 @@ ON = "on cuda:63"
             f"out_values: expected [3, 128] uint8 or float16 or bfloat16 {ON}, got [3, 1152] uint8",
         ),
         ("index_k", {"out_scales": None}, "out_values: expected [2, 1152] uint8 on"),
+        ("row_quads", {"lens": cuda(3)}, f"lens: expected [2] int32 {ON}, got [3] int32 {ON}"),
+        ("row_quads", {"out_slots": cuda(3)}, f"out_slots: expected [2] int32 {ON}, got [3]"),
+        ("row_quads", {"out_lens": cuda(5)}, f"out_lens: expected [4] int32 {ON}, got [5] int32"),
+        ("index_q", {"queries": BF16_QUERIES}, "out_values: expected a dtype that holds bf16, got"),
+        ("index_q", {"queries": HALF_QUERIES}, "out_values: expected a dtype that holds fp16, got"),
+        (
+            "index_q",
+            {"queries": HALF_QUERIES, "out_values": PACKED_QUERIES.bfloat16()},
+            "out_values: expected a dtype that holds fp16, got bf16",
+        ),
+        (
+            "index_q",
+            {"out_weights": cuda(4, 4, 48, dtype=torch.float32)},
+            "out_weights: expected 32 or 64 heads, at least 3, got 48",
+        ),
+        (
+            "index_q",
+            {"queries": IndexQ(cuda(2, 33, 128, dtype=torch.float16))}
+            | {"head_weights": cuda(2, 33, dtype=torch.float32)},
+            "out_weights: expected 32 or 64 heads, at least 33, got 32",
+        ),
+        ("index_q", {"head_weights": HEADS[:, :2]}, "head_weights: expected [2, 3] float32 or"),
+        ("index_q", {"rows": cuda(3, 4)}, f"out_weights: expected [3, 4, out heads] float32 {ON}"),
+        ("index_q", {"counts": QUADS}, f"counts: expected [4, 2] int32 {ON}, got [4] int32 {ON}"),
+        ("candidate_quads", {"max_blocks": (1 << 24) + 1}, "max_blocks: expected an int of 0 to"),
+        (
+            "candidate_quads",
+            {"blocks": cuda(4, 4, 1 << 16)},
+            "blocks n: expected an int of 0 to 65535, got 65536",
+        ),
+        (
+            "candidate_quads",
+            {"out_ranks": cuda(4, 1, 4, dtype=torch.int16)},
+            f"out_ranks: expected [4, 2, 4] int16 {ON}, got [4, 1, 4] int16 {ON}",
+        ),
+        (
+            "dense_block_keys",
+            {"keys": cuda(64, 1088, dtype=torch.bfloat16)},
+            f"queries: expected [4, 128, 128] bfloat16 {ON}, got [4, 128, 128] uint8 {ON}",
+        ),
+        (
+            "dense_block_keys",
+            {"keys": cuda(63, 1152, dtype=torch.uint8)},
+            "keys blocks: expected an int of 64 to",
+        ),
+        (
+            "dense_block_keys",
+            {"out": cuda(16, 72, dtype=torch.float32)},
+            "out: expected a width that is a multiple of 64, got 72",
+        ),
+        (
+            "dense_block_keys",
+            {"queries": PACKED_QUERIES[:2], "weights": PACKED_WEIGHTS[:2]}
+            | {"quad_lens": INTS, "quad_first": INTS, "out": cuda(8, 64, dtype=torch.float32)},
+            "quads: expected a multiple of 4, got 2",
+        ),
+        (
+            "candidate_logits",
+            {"out": cuda(16, 84, dtype=torch.float32)},
+            "out: expected columns of at most 65535 whole blocks, got 84",
+        ),
+        (
+            "candidate_logits",
+            {"weights": cuda(4, 4, 48, dtype=torch.float32)},
+            "weights: expected 32 or 64 heads, got 48",
+        ),
+        ("candidate_logits", {"entries": cuda(4, 65)}, f"ranks: expected [4, 3, 4] int16 {ON}"),
     ],
 )
 def test_what_does_not_fit_together(name: str, wrong: dict[str, Any], message: str) -> None:

@@ -4,8 +4,8 @@
 // Neighboring rows want nearly the same blocks. A quad of rows gathers each block that any of them
 // wants once, by a copy of 1 KB to shared memory, scores it for all four on Hopper's tensor cores,
 // and writes a row's 8 logits at the rank that the block has in the row's own list. A quad with two
-// lists (candidate_quads) is scored as two pairs of rows, with an MMA of half the columns. Four
-// producer warps walk the lists, a stage of blocks at a time; each consumer warpgroup scores half
+// lists (candidate_quads) is scored as two pairs of rows, with an MMA of half the columns. Producer
+// warps walk the lists, a stage of blocks at a time; each consumer warpgroup scores half
 // of it, two tiles of 8 blocks, with two MMAs under way as in dense_block_keys, and the same sums:
 // a logit has the same bits. With 32 heads the two are of two tiles, with 64 the two halves of the
 // heads. The units, some stages each, of all lists are cut into equal parts, one a CTA; what is
@@ -38,7 +38,9 @@ struct CandidateLogits {
   static constexpr int kQueryBytes = Sum::kN * kKeyBytes;
   static constexpr int kBuffers = candidate_logits_config::buffers(kKeyBytes, Heads);
   static constexpr int kStages = candidate_logits_config::stages(kKeyBytes, Heads);
-  static constexpr int kProducers = 4;  // warps
+  // Warps that copy. Not more than stages: each has then seen the stage before the last one in its
+  // place freed, and the parity it waits for means one phase.
+  static constexpr int kProducers = kStages < 4 ? kStages : 4;
   static constexpr int kIdBits = candidate_quads_config::kIdBits;
   static constexpr uint32_t kIdMask = (1u << kIdBits) - 1;
   static_assert(kStageBlocks == candidate_quads_config::kRankEvery, "a stage's ranks are written");
@@ -85,14 +87,14 @@ struct CandidateLogits {
     __syncthreads();  // barriers and part are there
     if (threadIdx.x < 128) {
       fewer_registers<40>();
-      produce(p, s, s.part);
+      if (threadIdx.x < 32 * kProducers) produce(p, s, s.part);
     } else {
       more_registers<232>();
       consume(p, s, s.part);
     }
   }
 
-  // One warp of four; each fills every fourth stage.
+  // One warp; each fills every kProducers-th stage.
   static __device__ void produce(const Params& p, Shared& s, const Part& part) {
     const int producer = threadIdx.x / 32, lane = threadIdx.x % 32;
     uint32_t n = 0;  // stages so far

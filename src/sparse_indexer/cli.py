@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import io
+import os
+import re
 import signal
 import sys
 import time
@@ -42,9 +44,28 @@ class _DemoCommand(TyperCommand):
         super().format_help(ctx, formatter)
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from sparse_indexer import __version__
+
+        typer.echo(f"sparse_indexer {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """What all commands share."""
+
+
 @app.command(cls=_DemoCommand)
 def demo(
-    trace_file: Annotated[
+    ctx: typer.Context,
+    path: Annotated[
         Path | None, typer.Option("--input", metavar="FILE", help="A trace of your own.")
     ] = None,
     topk: Annotated[int, typer.Option(help="Positions that a row selects.")] = 64,
@@ -58,7 +79,7 @@ def demo(
     ] = None,
 ) -> None:
     """Run an indexer on captured tensors and show its work."""
-    with _clean_errors():
+    with _clean_errors(ctx):
         from sparse_indexer.demo import run_demo
         from sparse_indexer.errors import mismatch
         from sparse_indexer.report import print_report
@@ -71,7 +92,7 @@ def demo(
                 raise mismatch("plot", "a .png file", str(plot))
             if plot.is_dir() or not plot.parent.is_dir():
                 raise mismatch("plot", "a file in a folder that exists", str(plot))
-        console, trace = _console(), load_trace(trace_file)
+        console, trace = _console(), load_trace(path)
         with _progress(console) as on_progress:
             result = run_demo(
                 trace,
@@ -99,7 +120,7 @@ def doctor() -> None:
     from sparse_indexer.jit.doctor import report
     from sparse_indexer.report import bytes_text
 
-    console, cuda = _console(), torch.version.cuda
+    console, cuda = _console(wide=True), torch.version.cuda
     build = f"built for CUDA {cuda}" if cuda else "built without CUDA"
     console.print(f"sparse_indexer {__version__}, torch {torch.__version__}, {build}")
     gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
@@ -109,7 +130,8 @@ def doctor() -> None:
         found = torch.cuda.get_device_properties(gpu)
         capability = f"compute capability {found.major}.{found.minor}"
         console.print(f"{gpu}: {found.name}, {capability}, {bytes_text(found.total_memory)}")
-    table = Table("device", "backend", "for capability", "here", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table("device", "backend", "for capability", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("here", overflow="fold")
     for device in [*gpus, torch.device("cpu")]:
         reasons = {name: why_not(name, device) for name in BACKENDS}
         chosen = next((name for name, reason in reasons.items() if reason is None), None)
@@ -120,7 +142,9 @@ def doctor() -> None:
             table.add_row(str(device), name, capabilities, reason or usable, style=style)
         table.add_section()
     console.print(table)
-    tools = Table("for kernels", "found", box=SIMPLE_HEAD, pad_edge=False)
+    tools = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("for kernels", "found"):
+        tools.add_column(name, overflow="fold")
     for subject, finding in report():
         tools.add_row(subject, finding)
     console.print(tools)
@@ -128,7 +152,8 @@ def doctor() -> None:
 
 @app.command("compile")
 def compile_(
-    archs: Annotated[str, typer.Option("--arch", help="Such as 7.0,8.0,9.0a,12.0f.")],
+    ctx: typer.Context,
+    arch: Annotated[str, typer.Option("--arch", help="Such as 7.0,8.0,9.0a,12.0f.")],
     kernels: Annotated[str | None, typer.Option(help="Some of them; default: all.")] = None,
     jobs: Annotated[int | None, typer.Option("--jobs", "-j", help="Compilers at once.")] = None,
     out: Annotated[
@@ -136,19 +161,20 @@ def compile_(
     ] = None,
 ) -> None:
     """Compile the kernels now, for GPUs that need not be here."""
-    with _clean_errors():
+    with _clean_errors(ctx):
         from sparse_indexer.jit.commands import compile_command
 
-        status = compile_command(_console(), archs, kernels, jobs, out)
+        status = compile_command(_console(wide=True), arch, kernels, jobs, out)
     raise typer.Exit(status)
 
 
 @app.command()
 def cache(
+    ctx: typer.Context,
     clear: Annotated[bool, typer.Option("--clear", help="Remove what was compiled.")] = False,
 ) -> None:
     """Show what was compiled, and where it is."""
-    with _clean_errors():
+    with _clean_errors(ctx):
         from sparse_indexer.jit.commands import cache_command
 
         cache_command(_console(), clear=clear)
@@ -175,7 +201,7 @@ def _progress(console: Console) -> Iterator[OnProgress]:
 
 
 @contextmanager
-def _clean_errors() -> Iterator[None]:
+def _clean_errors(ctx: typer.Context) -> Iterator[None]:
     """A caller's mistake, or what is missing here, is said in red, exit code 1; Ctrl-C has 130."""
     try:
         from sparse_indexer.errors import BackendUnavailable, JitError
@@ -185,18 +211,29 @@ def _clean_errors() -> Iterator[None]:
         _console(stderr=True).print("interrupted")
         raise typer.Exit(128 + signal.SIGINT) from None
     except (ValueError, OSError, ImportError, BackendUnavailable, JitError) as error:
-        message = f"error: {error}"  # of several lines only if a compiler had its say
+        message = str(error)  # of several lines only if a compiler had its say
         if not isinstance(error, JitError):
             message = " ".join(message.split())
+        message = f"error: {_with_options(message, ctx)}"
         _console(stderr=True).print(message, style="red", markup=False, soft_wrap=True)
         raise typer.Exit(1) from None
 
 
-def _console(*, stderr: bool = False) -> Console:
-    """A console for text that its encoding may not hold."""
+def _with_options(message: str, ctx: typer.Context) -> str:
+    """A message about arguments, with the options of this command that gave them."""
+    for option in ctx.command.params:
+        flag, name = option.opts[0], re.escape(option.name or "")
+        message = re.sub(rf"^{name}(?=: expected)", flag, message)
+        message = re.sub(rf"(?<= ){name}=(['\"]?)(\w+)\1(?!\S)", rf"{flag} \2", message)
+    return message
+
+
+def _console(*, stderr: bool = False, wide: bool = False) -> Console:
+    """A console for text that its encoding may not hold; if `wide`, no file or pipe cuts it."""
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="replace")
-    return Console(stderr=stderr, highlight=False)
+    free = wide and not stream.isatty() and "COLUMNS" not in os.environ
+    return Console(stderr=stderr, highlight=False, width=100_000 if free else None)

@@ -30,7 +30,8 @@ def describe(value: object) -> str:
         return f"{list(value.shape)} {words} on {value.device}"
     if isinstance(value, (str, int, float, bool, type(None))):
         return repr(value)
-    return f"a {type(value).__name__}"
+    library = "numpy " if type(value).__module__ == "numpy" else ""
+    return f"a {library}{type(value).__name__}"
 
 
 def mismatch(argument: str, expected: str, got: object) -> ValueError:

@@ -92,14 +92,21 @@ Good to know:
 - Tensors come as DLPack; None is `tvm::ffi::Optional<TensorView>`, a list of ints
   `tvm::ffi::Array<int64_t>`. Pass float8 tensors as `x.view(torch.uint8)`: not every torch that is
   supported can name them in DLPack.
-- Whatever changes in a header or a .cuh is compiled at the next start, nothing needs to be cleared.
-  `SPARSE_INDEXER_SYNC=1` waits after each launch, so that an error names the kernel that caused it;
+- All that a source includes counts, of any name and in any folder: a change is compiled at the next
+  start, and nothing needs to be cleared. `"x"` is looked for beside the file that includes it, then
+  `"x"` and `<x>` in `root`, `root/include`, `jit_csrc` and `jit_csrc/include`, and never in the
+  current folder. What is in none of them is the compiler's, CUDA's or tvm-ffi's (or in a folder
+  that CXX, CPATH or NVCC_PREPEND_FLAGS adds): there the version counts, not the text.
+  `#include MACRO` is refused.
+- A host entry is linked to tvm-ffi and the C++ library alone: a function that is nowhere is an
+  error when it is compiled.
+- `SPARSE_INDEXER_SYNC=1` waits after each launch, so that an error names the kernel that caused it;
   `SPARSE_INDEXER_LINEINFO=1` is for profilers; `SPARSE_INDEXER_COMPILER=nvcc` takes the other
   compiler, which every kernel must pass, too.
 - `python -m sparse_indexer compile --arch 7.0,9.0a --kernels double_rows` needs no GPU, and shows
   registers and spills. It knows the kernels at the level of a module of `sparse_indexer.ops` and no
   others, and so does `warmup(device)`. For yours there are `warmup(device, [KERNEL])` and, in
-  `sparse_indexer.jit.commands`, `compile_kernels("7.0,9.0a", [KERNEL], jobs=1)`.
+  `sparse_indexer.jit.commands`, `compile_kernels("7.0,9.0a", [KERNEL])`.
 - `Kernel(..., capabilities=(90, 90))` limits a kernel to some GPUs.
 - Checks can be tested without a GPU: for the CPU `load` gives the entries, which refuse CPU tensors
   by name. `PretendCuda` of `tests/jit_support.py` gets past the first tensor.

@@ -21,6 +21,7 @@ from sparse_indexer.jit.hints import first_error, hint_for
 from sparse_indexer.jit.kernel import Kernel
 from sparse_indexer.jit.places import temporary_root, variable
 from sparse_indexer.jit.resources import FLAG
+from sparse_indexer.jit.settings import setting
 
 _importing = threading.Lock()
 
@@ -29,8 +30,11 @@ _COMMON_FLAGS = ("-std=c++17", FLAG)
 # So that both take a constexpr function that host and device share, and NVRTC 12 a generic lambda.
 _OWN_FLAGS = {"nvrtc": ("-default-device",), "nvcc": ("--expt-relaxed-constexpr",)}
 
-# Hidden, because a module's table of kernels is its own.
-HOST_FLAGS = ("-std=c++17", "-O2", "-shared", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique")
+# Hidden, because a module's table of kernels is its own; without a symbol that is nowhere.
+HOST_FLAGS = (
+    *("-std=c++17", "-O2", "-shared", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique"),
+    "-Wl,-z,defs",
+)
 
 
 class Built(NamedTuple):
@@ -42,7 +46,7 @@ class Built(NamedTuple):
 
 def device_flags(*compilers: str) -> tuple[str, ...]:
     """The flags of these device compilers that decide what comes out; of both if none is named."""
-    lines = ("-lineinfo",) if os.environ.get("SPARSE_INDEXER_LINEINFO") == "1" else ()
+    lines = ("-lineinfo",) if setting("SPARSE_INDEXER_LINEINFO") == "1" else ()
     own = (flag for name in compilers or _OWN_FLAGS for flag in _OWN_FLAGS[name])
     return (*_COMMON_FLAGS, *own, *lines)
 
@@ -66,14 +70,16 @@ def compile_device(
         f"-arch={target}",
         *(f"-I{folder}" for folder in folders),
     )
-    unit, out = staging / f"{kernel.name}.cu", staging / "nvcc.cubin"
     if compiler.name == "nvrtc":
-        command: tuple[str, ...] = ("nvrtc", *flags, unit.name)
-        built = _run_nvrtc(kernel.unit, unit.name, flags)
+        # It looks for "x" beside this file first, where nothing is; a bare one is in the current
+        # folder.
+        name = f"{os.devnull}/{kernel.name}.cu"
+        command: tuple[str, ...] = ("nvrtc", *flags, name)
+        built = _run_nvrtc(kernel.unit, name, flags)
     else:
-        unit.write_text(kernel.unit)
+        unit, out = staging / f"{kernel.name}.cu", staging / "nvcc.cubin"
         command = (str(compiler.path), "-cubin", *flags, "-o", str(out), str(unit))
-        built = _run(command, out)
+        built = _run(command, out, kernel.unit)
     if not built.data:
         title = f"{kernel.name} for {target}, with {compiler.label}"
         hint = hint_for(built.output, target, compiler.version)
@@ -91,9 +97,10 @@ def compile_host(kernel: Kernel, compiler: HostCompiler, staging: Path, log: Pat
     folders = [f"-I{folder}" for folder in kernel.include_dirs]
     folders += [f"-isystem{folder}" for folder in compiler.include_dirs]
     command = (*compiler.command, *HOST_FLAGS, *folders, "-o", str(out), str(kernel.host_source))
+    command += compiler.libraries
     built = _run(command, out)
     if not built.data:
-        title = f"the host entry of {kernel.name}, with {compiler.command[0]}"
+        title = f"the host entry of {kernel.name}, with {shlex.join(compiler.command)}"
         raise failure(title, built.output, command, log, hint_for(built.output, "", None))
     return built
 
@@ -139,10 +146,15 @@ def _import_nvrtc() -> Any:
     return nvrtc
 
 
-def _run(command: tuple[str, ...], out: Path) -> Built:
-    """The file `out` that the command wrote; no bytes unless it succeeded."""
+def _run(command: tuple[str, ...], out: Path, unit: str = "") -> Built:
+    """The file `out` that the command wrote; no bytes unless it succeeded.
+
+    Its last argument is the file of the `unit`, if there is one.
+    """
     environ = {**os.environ, "LC_ALL": "C", "TMPDIR": str(out.parent)}
     try:
+        if unit:
+            Path(command[-1]).write_text(unit)
         result = subprocess.run(
             command,
             env=environ,
@@ -185,10 +197,13 @@ def _keep(text: str, log: Path | None) -> Path:
             return log
         except OSError:
             pass
-    with tempfile.NamedTemporaryFile(
-        "w", prefix="sparse_indexer-", suffix=".log", delete=False
-    ) as file:
-        file.write(text)
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="sparse_indexer-", suffix=".log", delete=False
+        ) as file:
+            file.write(text)
+    except OSError:
+        return Path(os.devnull)
     return Path(file.name)
 
 

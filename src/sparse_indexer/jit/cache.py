@@ -16,17 +16,20 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
 import msgspec
 
 from sparse_indexer.jit.places import (
+    OTHER_FOLDER,
     SCHEMA,
     STAGING,
     Workspace,
-    all_roots,
     roots,
+    sweep,
     temporary_root,
 )
 from sparse_indexer.jit.resources import Resources
@@ -58,6 +61,7 @@ class Stored(NamedTuple):
     path: Path | None  # None: it is nowhere on disk
     meta: dict[str, Any]
     fresh: bool  # made now, by this process
+    fault: str = ""  # why it is nowhere
 
 
 class _Meta(TypedDict):
@@ -76,17 +80,18 @@ def entries(root: Path) -> list[Path]:
     return sorted(p for p in found if p.name in FILES and p.parents[2].name != STAGING)
 
 
-def find(*wanted: Entry) -> Stored | None:
+def files(wanted: list[Entry], roots: list[Path]) -> Iterator[Path]:
+    """Where the files of these entries would be, the first of them first."""
+    for entry, root in itertools.product(wanted, roots):
+        folder = entry.folder(root)
+        any_s = sorted(folder.parent.glob(f"{entry.source}-*")) if entry.compiler is None else None
+        yield from (found / entry.file for found in any_s or [folder])
+
+
+def find(wanted: list[Entry], roots: list[Path]) -> Stored | None:
     """The first of these entries that a root has, read and checked; `None` if none has any."""
-    for entry, root in itertools.product(wanted, all_roots()):
-        folders = [entry.folder(root)]
-        if entry.compiler is None:
-            folders = sorted(folders[0].parent.glob(f"{entry.source}-*"))
-        for folder in folders:
-            stored = read(folder, entry.file)
-            if stored:
-                return stored
-    return None
+    found = (read(file.parent, file.name) for file in files(wanted, roots))
+    return next(filter(None, found), None)
 
 
 def read(folder: Path, name: str) -> Stored | None:
@@ -112,7 +117,7 @@ def publish(
     digest = hashlib.sha256(data).hexdigest()
     meta = {**entry._asdict(), "size": len(data), "sha256": digest, **meta}
     if place.root is None:
-        return Stored(data, None, meta, True)
+        return Stored(data, None, meta, True, place.fault)
     folder, ready = entry.folder(place.root), place.staging / "entry"
     try:
         ready.mkdir()
@@ -126,21 +131,36 @@ def publish(
             existing = read(folder, entry.file)
             if existing and not replace:
                 return Stored(data, existing.path, meta, True)
-            folder.rename(place.staging / "old")
+            folder.parent.mkdir(parents=True, exist_ok=True)  # `clear` may have taken it
+            if folder.exists():
+                folder.rename(place.staging / "old")
             ready.rename(folder)
         _sync(folder.parent)
     except OSError as error:
-        _log.warning("cannot keep %s for %s: %s", entry.kernel, entry.target, error)
-        return Stored(data, None, meta, True)
+        fault = f"{place.root} ({error.strerror}); {OTHER_FOLDER}"
+        _log.warning("cannot keep %s for %s in %s", entry.kernel, entry.target, fault)
+        return Stored(data, None, meta, True, fault)
     return Stored(data, folder / entry.file, meta, True)
 
 
 def clear() -> list[Path]:
-    """Remove everything from the writable root and the temporary one; the roots that had any."""
+    """Remove everything from the writable root and the temporary one; the roots that had any.
+
+    Only what is being made stays, in staging folders that builders may still use.
+    """
     found = (roots()[0], temporary_root(make=False))
-    folders = [root / SCHEMA for root in found if root and (root / SCHEMA).exists()]
+    folders = [root / SCHEMA for root in found if root and (root / SCHEMA).is_dir()]
     for folder in folders:
-        shutil.rmtree(folder)
+        for path in folder.iterdir():
+            if path.name == STAGING:
+                sweep(path)
+            elif path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        for path in (folder / STAGING, folder):
+            with suppress(OSError):  # in use
+                path.rmdir()
     return [folder.parent for folder in folders]
 
 

@@ -4,25 +4,29 @@
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from sparse_indexer.errors import JitError, mismatch
+from sparse_indexer.errors import JitError, describe, expect_int, mismatch
 from sparse_indexer.jit import cache
 from sparse_indexer.jit.artifacts import device_artifact, host_artifact
 from sparse_indexer.jit.compilers import find_device_compiler
-from sparse_indexer.jit.kernel import Kernel, all_kernels
+from sparse_indexer.jit.kernel import Kernel, all_kernels, expect_kernels
 from sparse_indexer.jit.parallel import max_jobs
 from sparse_indexer.jit.places import (
     SCHEMA,
+    absolute,
     make_staging,
     read_only_note,
     roots,
     temporary_root,
     variable,
+    workspace,
 )
 from sparse_indexer.jit.resources import Resources
 from sparse_indexer.jit.targets import parse_arch
@@ -36,7 +40,7 @@ class Outcome(NamedTuple):
     """One file of one kernel, compiled, found or failed."""
 
     kernel: str
-    target: str  # an architecture, or `host`
+    target: str  # an architecture, or this machine's for the host entry
     seconds: float | None  # None: it was in the cache
     resources: dict[str, Resources]  # by variant
     warnings: tuple[str, ...]
@@ -45,16 +49,16 @@ class Outcome(NamedTuple):
 
 class _Job(NamedTuple):
     kernel: Kernel
-    capability: tuple[int, int]
+    capability: tuple[int, int] | None  # None: the host entry
     target: str
 
 
 def compile_kernels(
-    archs: str,
+    arch: str,
     kernels: Sequence[Kernel],
     *,
     jobs: int | None = None,
-    out: Path | None = None,
+    out: Path | str | None = None,
     on_start: Callable[[int], None] = lambda count: None,
     on_done: Callable[[Outcome], None] = lambda outcome: None,
 ) -> list[Outcome]:
@@ -69,21 +73,28 @@ def compile_kernels(
         on_done: called with each of them.
 
     Raises:
-        ValueError: an architecture, `jobs` or `out` is not what it should be.
+        ValueError: an argument is not what it should be.
         JitError: a process that compiled was killed.
     """
+    if not isinstance(arch, str):
+        raise mismatch("arch", "a str of compute capabilities", describe(arch))
     compiler = find_device_compiler().found
     version = compiler.version if compiler else (12, 9)
-    wanted = [parse_arch(arch, version) for arch in archs.split(",") if arch.strip()]
+    wanted = [parse_arch(one, version) for one in arch.split(",") if one.strip()]
     wanted = list(dict.fromkeys(wanted))
     if not wanted:
-        raise mismatch("arch", "compute capabilities like 8.0,9.0a,12.0f", repr(archs))
-    if jobs is not None and jobs < 1:
-        raise mismatch("jobs", "an int of at least 1", str(jobs))
-    root = None if out is None else _root_at(out)
-    kernels = list(dict.fromkeys(kernels))
+        raise mismatch("arch", "compute capabilities like 8.0,9.0a,12.0f", repr(arch))
+    if jobs is not None:
+        expect_int("jobs", jobs, 1)
+    # What was loaded stays here, when a worker gets a kernel.
+    kernels = [replace(kernel) for kernel in dict.fromkeys(expect_kernels(kernels))]
+    if out is None:
+        root, jobs = _fallback(jobs)
+    else:
+        root = _root_at(out)
     work = [_Job(k, cc, target) for k in kernels for cc, target in wanted if k.is_for(cc)]
-    work += [_Job(k, (0, 0), "host") for k in dict.fromkeys(job.kernel for job in work)]
+    hosts = dict.fromkeys(job.kernel for job in work)
+    work += [_Job(kernel, None, platform.machine()) for kernel in hosts]
     on_start(len(work))
     outcomes = []
     # In processes, because NVRTC compiles one program at a time in a process.
@@ -95,37 +106,37 @@ def compile_kernels(
                 on_done(outcome)
     except BrokenProcessPool as error:
         message = "a process that compiled was killed, perhaps for want of memory"
-        raise JitError(f"{message}\n  hint: fewer at once, --jobs 1") from error
+        raise JitError(f"{message}\n  hint: fewer at once, jobs=1") from error
     return sorted(outcomes, key=lambda outcome: outcome[:2])
 
 
 def compile_command(
-    console: Console, archs: str, names: str | None, jobs: int | None, out: str | None
+    console: Console, arch: str, names: str | None, jobs: int | None, out: str | None
 ) -> int:
     """`compile`: a bar, a table, and what failed; the exit status."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     known = all_kernels()
-    chosen = list(known) if names is None else [name.strip() for name in names.split(",")]
+    chosen = list(known)
+    if names is not None:
+        chosen = [name.strip() for name in names.split(",") if name.strip()] or [names]
     for name in chosen:
         if name not in known:
             raise mismatch("kernels", f"some of {', '.join(known)}", repr(name))
-    if out == "":
-        raise mismatch("out", "a folder", repr(out))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     shown = console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=not shown) as progress:
         bar = progress.add_task("compiling")
         outcomes = compile_kernels(
-            archs,
+            arch,
             [known[name] for name in chosen],
             jobs=jobs,
-            out=None if out is None else Path(out),
+            out=out,
             on_start=lambda count: progress.update(bar, total=count),
             on_done=lambda o: progress.update(bar, advance=1, description=f"{o.kernel} {o.target}"),
         )
     if not outcomes:
-        raise mismatch("arch", "compute capabilities that a kernel is for", repr(archs))
+        raise mismatch("arch", "compute capabilities that a kernel is for", repr(arch))
     return print_outcomes(console, outcomes)
 
 
@@ -134,7 +145,9 @@ def print_outcomes(console: Console, outcomes: Sequence[Outcome]) -> int:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table("kernel", "variant", "arch", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("kernel", "variant", "arch"):
+        table.add_column(name, overflow="fold")
     for name in ("seconds", "registers", "spills", "shared"):
         table.add_column(name, justify="right")
     for outcome in outcomes:
@@ -185,13 +198,13 @@ def cache_command(console: Console, *, clear: bool) -> int:
 
 def _work(job: _Job) -> Outcome:
     try:
-        if job.target == "host":
+        if job.capability is None:
             stored = host_artifact(job.kernel)
         else:
             stored = device_artifact(job.kernel, job.capability, job.target)
         if stored.path is None:
             what = f"{job.kernel.name} for {job.target}"
-            raise JitError(f"cannot keep {what}, in {roots()[0]} or elsewhere")
+            raise JitError(f"cannot keep {what}: {stored.fault}")
     except JitError as error:
         return Outcome(job.kernel.name, job.target, None, {}, (), str(error))
     resources = {k: Resources(*v) for k, v in stored.meta["resources"].items()}
@@ -200,13 +213,29 @@ def _work(job: _Job) -> Outcome:
     return Outcome(job.kernel.name, job.target, seconds, resources, warnings, None)
 
 
-def _root_at(out: Path) -> str:
+def _fallback(jobs: int | None) -> tuple[str | None, int | None]:
+    """(`SPARSE_INDEXER_CACHE_DIR` where the first root cannot be written, `jobs`).
+
+    So that it is said here and not by each process; where nothing can be kept, there is only one.
+    """
+    with workspace() as place:
+        if place.root is None:
+            return None, 1
+        writable, read_only = roots()
+        changed = place.root != writable
+        return os.pathsep.join(map(str, (place.root, *read_only))) if changed else None, jobs
+
+
+def _root_at(out: Path | str) -> str:
     """`out` as the one root of `SPARSE_INDEXER_CACHE_DIR`."""
-    root = str(out.absolute())
-    if os.pathsep in root:
-        raise mismatch("out", f"a folder without {os.pathsep!r} in its path", repr(root))
-    staging = make_staging(out.absolute())
-    if staging is None:
-        raise mismatch("out", "a folder that can be written, or made", repr(str(out)))
-    staging.rmdir()
-    return root
+    if not isinstance(out, (Path, str)) or not str(out):
+        raise mismatch("out", "a folder", describe(out))
+    root = absolute(str(out))
+    if os.pathsep in str(root):
+        raise mismatch("out", f"a folder without {os.pathsep!r} in its path", repr(str(root)))
+    try:
+        make_staging(root).rmdir()
+    except OSError as error:
+        got = f"{str(out)!r} ({error.strerror})"
+        raise mismatch("out", "a folder that can be written, or made", got) from error
+    return str(root)

@@ -28,6 +28,7 @@ from sparse_indexer.jit.headers import (
     version_files,
     wheel_folders,
 )
+from sparse_indexer.jit.settings import setting
 
 
 class DeviceCompiler(NamedTuple):
@@ -51,6 +52,7 @@ class HostCompiler(NamedTuple):
     command: tuple[str, ...]  # the program and arguments that every call gets
     identity: str
     include_dirs: tuple[Path, ...]  # tvm-ffi's headers
+    libraries: tuple[str, ...]  # all that a module may refer to
 
 
 class Search(NamedTuple):
@@ -66,10 +68,8 @@ def find_device_compiler() -> Search:
     Raises:
         ValueError: that names neither.
     """
-    wish = os.environ.get("SPARSE_INDEXER_COMPILER", "")
+    wish = setting("SPARSE_INDEXER_COMPILER")
     finders = {"nvrtc": find_nvrtc, "nvcc": find_nvcc}
-    if wish not in ("", *finders):
-        raise mismatch("SPARSE_INDEXER_COMPILER", "'nvrtc' or 'nvcc'", repr(wish))
     places: tuple[str, ...] = ()
     for name in [wish] if wish else finders:
         search = finders[name]()
@@ -109,7 +109,7 @@ def find_nvcc() -> Search:
     places += [folder / "bin/nvcc" for folder in wheel_folders("cu13", "cuda_nvcc")]
     places.append(Path("/usr/local/cuda/bin/nvcc"))
     tried = (f"nvcc: {', '.join(map(str, places))}{'' if on_path else ', the PATH'}",)
-    path = next((p for p in places if os.access(p, os.X_OK) and p.is_file()), None)
+    path = next(filter(is_program, places), None)
     if path is None:
         return Search(None, tried)
     program = behind_script(path.resolve())
@@ -124,27 +124,44 @@ def find_nvcc() -> Search:
     headers = () if own else cuda_headers(version[0])
     parts = [path, program, root / "bin/ptxas", root / "nvvm/bin/cicc", root / "bin/nvcc.profile"]
     parts += [*version_files((*includes, *(i / "cccl" for i in includes), *headers))]
-    identity = digest("nvcc", text, *(fingerprint(part) for part in parts if part.is_file()))
+    flags = (os.environ.get(f"NVCC_{place}_FLAGS", "") for place in ("PREPEND", "APPEND"))
+    prints = (fingerprint(part) for part in parts if part.is_file())
+    identity = digest("nvcc", text, *flags, *prints)
     return Search(DeviceCompiler("nvcc", path, version, identity, headers), tried)
 
 
-def find_host_compiler() -> HostCompiler | None:
-    """`$CXX`, else g++; `None` if it is not there.
+def host_compiler_command() -> tuple[str, ...]:
+    """`$CXX`, `ccache g++` for example, else g++.
 
     Raises:
         ValueError: CXX is no command line.
     """
     wish = os.environ.get("CXX") or "g++"
     try:
-        command = tuple(shlex.split(wish))
+        return tuple(shlex.split(wish)) or ("g++",)
     except ValueError as error:  # a quotation without an end
         raise mismatch("CXX", "a command, quoted as in a shell", repr(wish)) from error
-    if not command or shutil.which(command[0]) is None:
+
+
+def find_host_compiler() -> HostCompiler | None:
+    """What `host_compiler_command` names; `None` if it is not there.
+
+    Raises:
+        ValueError: CXX is no command line.
+    """
+    command = host_compiler_command()
+    if shutil.which(command[0]) is None:
         return None
-    from tvm_ffi.libinfo import include_paths
+    from tvm_ffi.libinfo import find_libtvm_ffi, include_paths
 
     identity = digest(*(part for word in command for part in programs(word) or (word,)))
-    return HostCompiler(command, identity, tuple(Path(p) for p in include_paths()))
+    folders = tuple(Path(p) for p in include_paths())
+    return HostCompiler(command, identity, folders, (find_libtvm_ffi(), "-ldl", "-lpthread"))
+
+
+def is_program(path: Path) -> bool:
+    """Whether it can be started."""
+    return os.access(path, os.X_OK) and path.is_file()
 
 
 def _output_of(*command: str) -> str:

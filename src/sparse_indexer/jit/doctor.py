@@ -7,20 +7,23 @@ import importlib.metadata
 import os
 import shutil
 import subprocess
+from pathlib import Path
 
 from sparse_indexer.jit import hints
-from sparse_indexer.jit.compilers import Search, find_host_compiler, find_nvcc, find_nvrtc
+from sparse_indexer.jit.compilers import (
+    Search,
+    find_host_compiler,
+    find_nvcc,
+    find_nvrtc,
+    is_program,
+)
 from sparse_indexer.jit.driver import driver_version
+from sparse_indexer.jit.headers import HOMES
 from sparse_indexer.jit.parallel import max_jobs
-from sparse_indexer.jit.places import read_only_note, roots, usable_root
+from sparse_indexer.jit.places import read_only_note, roots, workspace
+from sparse_indexer.jit.settings import VALUES
 
 _FOLDERS = "SPARSE_INDEXER_CACHE_DIR"
-_VALUES = {  # of each variable but the one of folders
-    "SPARSE_INDEXER_COMPILER": ("nvrtc", "nvcc"),
-    "SPARSE_INDEXER_JIT": ("auto", "cached", "rebuild"),
-    "SPARSE_INDEXER_LINEINFO": ("0", "1"),
-    "SPARSE_INDEXER_SYNC": ("0", "1"),
-}
 
 
 def report() -> list[tuple[str, str]]:
@@ -32,15 +35,16 @@ def report() -> list[tuple[str, str]]:
         lines.append(("fix", hints.NO_DEVICE_COMPILER))
     lines += _host_lines()
     writable, read_only = roots()
-    usable = usable_root()
-    state = "" if usable == writable else f", not writable: {usable or 'nothing'} instead"
-    lines.append(("cache", f"{writable}{state}"))
+    with workspace() as place:
+        lines.append(("cache", place.fault or str(writable)))
     lines += [("cache", f"{root}, {read_only_note(root)}") for root in read_only]
-    good = usable == writable and {read_only_note(root) for root in read_only} <= {"read-only"}
+    good = not place.fault and {read_only_note(root) for root in read_only} <= {"read-only"}
     for name, value in sorted(os.environ.items()):
         if name.startswith("SPARSE_INDEXER_") and value:
             fault = "" if name == _FOLDERS and good else _fault(name, value)
             lines.append(("set", f"{name}={value}{fault}"))
+        elif name in HOMES and value and not is_program(Path(value) / "bin/nvcc"):
+            lines.append(("set", f"{name}={value}: expected a toolkit, with bin/nvcc"))
     lines.append(("compilers", f"at most {max_jobs()} at once, for cores and memory"))
     driver = driver_version()
     lines.append(("driver", f"for CUDA up to {driver[0]}.{driver[1]}" if driver else "none"))
@@ -51,6 +55,8 @@ def _describe(search: Search) -> str:
     if search.found is None:
         return "not found; " + "; ".join(search.places)
     found = search.found
+    if found.version == (0, 0):
+        return f"unusable, `{found.path} --version` names no version"
     headers = ", ".join(map(str, found.include_dirs)) or "its own"
     return f"{found.version[0]}.{found.version[1]}, {found.path}; headers: {headers}"
 
@@ -59,9 +65,9 @@ def _fault(name: str, value: str) -> str:
     """What was expected of a variable of ours, if not this."""
     if name == _FOLDERS:
         return f": expected a folder to write, then any to read, each after {os.pathsep!r}"
-    if name not in _VALUES:
-        return f": expected one of the names {', '.join((_FOLDERS, *_VALUES))}"
-    return "" if value in _VALUES[name] else f": expected {' or '.join(map(repr, _VALUES[name]))}"
+    if name not in VALUES:
+        return f": expected one of the names {', '.join((_FOLDERS, *VALUES))}"
+    return "" if value in VALUES[name] else f": expected {' or '.join(map(repr, VALUES[name]))}"
 
 
 def _nvcc_lines(search: Search) -> list[tuple[str, str]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import re
 
+from sparse_indexer.jit.places import OTHER_FOLDER
+
 NO_DEVICE_COMPILER = (
     "pip install 'sparse-indexer[cuda12]' (or [cuda13], for torch built with CUDA 13); "
     "or set CUDA_HOME to a toolkit that has bin/nvcc"
@@ -22,7 +24,11 @@ NEWER_CPP_LIBRARY = (
 def first_error(output: str) -> str:
     """The line of a compiler's output that says what is wrong."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    errors = (line for line in lines if re.search(r"\b(error|fatal|unsupported)\b", line, re.I))
+    errors = (
+        line
+        for line in lines
+        if re.search(r"\b(error|fatal|unsupported|undefined (?:reference|symbol))\b", line, re.I)
+    )
     return next(errors, lines[-1] if lines else "no output")
 
 
@@ -31,6 +37,8 @@ def hint_for(output: str, target: str, compiler: tuple[int, int] | None) -> str 
 
     `compiler` is the CUDA version of a device compiler, `None` for a host compiler.
     """
+    if "No space left on device" in output:
+        return f"free some space, or {OTHER_FOLDER}"
     if compiler is None:
         return _host_hint(output)
     if "CuPy cannot use NVRTC: [Errno" in output:
@@ -77,6 +85,8 @@ def _host_hint(output: str) -> str | None:
         return "tvm-ffi's headers are missing: pip install --force-reinstall apache-tvm-ffi"
     if re.search(r"fatal error: \w+: No such file", output):
         return f"the C++ standard library's headers are missing: {NO_HOST_COMPILER}"
-    if re.search(r"No such file or directory: |not found", output):
+    if re.search(r"undefined (reference|symbol)", output):
+        return "define it in the host entry or in what that includes: nothing else is linked to it"
+    if re.search(r"No such file or directory: |not found|[Cc]ould not find", output):
         return NO_HOST_COMPILER
     return None

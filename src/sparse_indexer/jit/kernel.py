@@ -6,14 +6,14 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import sparse_indexer
-from sparse_indexer.errors import mismatch
+from sparse_indexer.errors import describe, mismatch
 
 if TYPE_CHECKING:
     import torch
@@ -48,12 +48,25 @@ class Kernel:
     )  # filled by `load`, and only there
 
     def __post_init__(self) -> None:
+        if not isinstance(self.variants, Mapping):
+            raise mismatch("variants", "a mapping of symbols to Configs", describe(self.variants))
         names = [("name", self.name), *(("variants", symbol) for symbol in self.variants)]
         for argument, word in names:
-            if not re.fullmatch(r"[A-Za-z_]\w*", word, re.ASCII):
-                raise mismatch(argument, "a C identifier", repr(word))
+            if not isinstance(word, str) or not re.fullmatch(r"[A-Za-z_]\w*", word, re.ASCII):
+                raise mismatch(argument, "a C identifier", describe(word))
         if not self.variants:
             raise mismatch("variants", f"at least one of {self.name}", "none")
+        for config in self.variants.values():
+            if not isinstance(config, str):
+                raise mismatch("variants", "Configs in C++, as str", describe(config))
+        match self.capabilities:
+            case (int(first), int(last)) if 70 <= first <= last:
+                pass
+            case other:
+                expected = "(first, last), each 10 * major + minor of 7.0 or later"
+                raise mismatch("capabilities", expected, repr(other))
+        if not isinstance(self.root, Path):
+            raise mismatch("root", "a pathlib.Path", describe(self.root))
 
     def is_for(self, capability: tuple[int, int]) -> bool:
         """Whether it is meant for GPUs of this (major, minor)."""
@@ -77,6 +90,17 @@ class Kernel:
         """What `#include` finds besides a compiler's own headers."""
         own = [] if self.root == SOURCES else [self.root, self.root / "include"]
         return [*own, SOURCES, SOURCES / "include"]
+
+
+def expect_kernels(kernels: object) -> list[Kernel]:
+    """`kernels` as a list if they are; `ValueError` if not."""
+    if isinstance(kernels, str) or not isinstance(kernels, Iterable):
+        raise mismatch("kernels", "a list of Kernel", describe(kernels))
+    listed = list(kernels)
+    for kernel in listed:
+        if not isinstance(kernel, Kernel):
+            raise mismatch("kernels", "a list of Kernel", f"one with {describe(kernel)}")
+    return listed
 
 
 @cache

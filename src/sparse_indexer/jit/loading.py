@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,14 +13,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from sparse_indexer.devices import resolve_device
-from sparse_indexer.errors import JitError, mismatch
+from sparse_indexer.errors import JitError, describe, mismatch
 from sparse_indexer.jit.artifacts import device_artifact, host_artifact
 from sparse_indexer.jit.cache import Stored
 from sparse_indexer.jit.driver import driver_version
 from sparse_indexer.jit.hints import NEWER_CPP_LIBRARY
-from sparse_indexer.jit.kernel import Kernel, all_kernels
+from sparse_indexer.jit.kernel import Kernel, all_kernels, expect_kernels
 from sparse_indexer.jit.parallel import max_jobs
 from sparse_indexer.jit.places import workspace
+from sparse_indexer.jit.settings import setting
 
 if TYPE_CHECKING:
     import tvm_ffi
@@ -36,19 +38,20 @@ def load(kernel: Kernel, device: torch.device) -> tvm_ffi.Module:
     and leave the current device alone. For the CPU they are there to refuse its tensors by name.
 
     Raises:
-        ValueError: torch cannot use the device.
+        ValueError: an argument is none of these, or torch cannot use the device.
         JitError: it cannot be built or loaded, or a CUDA graph is being captured; see `warmup`.
     """
-    return kernel.loaded.get(device) or _load(kernel, device)
+    good = isinstance(kernel, Kernel) and isinstance(device, torch.device)
+    return (kernel.loaded.get(device) if good else None) or _load(kernel, device)
 
 
-def warmup(device: torch.device | str, kernels: list[Kernel] | None = None) -> None:
+def warmup(device: torch.device | str, kernels: Sequence[Kernel] | None = None) -> None:
     """Build and load `kernels`, or all that are for this GPU, so that no later call has to.
 
     Call it before a CUDA graph is captured, and where a first call must not take seconds.
 
     Raises:
-        ValueError: `device` is no GPU that torch can use.
+        ValueError: `device` is no GPU that torch can use, or `kernels` no kernels.
         JitError: one cannot be built or loaded.
     """
     if not torch.cuda.device_count():
@@ -59,6 +62,7 @@ def warmup(device: torch.device | str, kernels: list[Kernel] | None = None) -> N
     if kernels is None:
         capability = torch.cuda.get_device_capability(where)
         kernels = [kernel for kernel in all_kernels().values() if kernel.is_for(capability)]
+    kernels = expect_kernels(kernels)
     wanted = [(kernel, _capability(kernel, where)) for kernel in kernels]
     with ThreadPoolExecutor(max_jobs()) as pool:
         tasks = [pool.submit(host_artifact, kernel) for kernel in kernels]
@@ -74,7 +78,12 @@ def warmup(device: torch.device | str, kernels: list[Kernel] | None = None) -> N
 
 
 def _load(kernel: Kernel, device: torch.device) -> tvm_ffi.Module:
+    if not isinstance(kernel, Kernel):
+        raise mismatch("kernel", "a Kernel", describe(kernel))
     device = resolve_device(device)
+    if device.type not in ("cuda", "cpu"):
+        raise mismatch("device", "a CUDA device or the CPU", str(device))
+    setting("SPARSE_INDEXER_SYNC")  # which the module reads
     _refuse_capture(kernel, device)
     with _loading:
         if device in kernel.loaded:
@@ -128,7 +137,20 @@ def _driver_hint(cubin: Stored) -> str:
 
 
 def _open(kernel: Kernel, stored: Stored) -> tvm_ffi.Module:
-    """The module of a shared library, from its place in the cache or from a copy."""
+    """The module of a shared library, which exports `load` and something to call."""
+    module = _open_library(kernel, stored)
+    exported = set(re.findall(rb"\0__tvm_ffi_(\w+)", stored.data))
+    if not exported > {b"load"}:
+        macro = f"EXPORT({kernel.name})" if b"load" in exported else "MODULE()"
+        raise JitError(
+            f"cannot load the host entry of {kernel.name}: it exports nothing to call or to load\n"
+            f"  hint: add SPARSE_INDEXER_{macro}; at the end of {kernel.host_source}"
+        )
+    return module
+
+
+def _open_library(kernel: Kernel, stored: Stored) -> tvm_ffi.Module:
+    """From its place in the cache or from a copy."""
     import tvm_ffi
 
     if stored.path:

@@ -7,6 +7,7 @@ directory, and where that is not to be had, or not this user's alone, nowhere.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -19,6 +20,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from sparse_indexer.errors import JitError
+
 _log = logging.getLogger("sparse_indexer")
 
 SCHEMA = "v1"
@@ -26,6 +29,10 @@ SCHEMA = "v1"
 
 STAGING = "staging"
 _STALE = 86400.0  # seconds after which a staging folder belongs to nobody
+_ROOM = 16 << 20  # bytes that a compiler takes for one kernel, at most
+
+OTHER_FOLDER = "set SPARSE_INDEXER_CACHE_DIR to a folder that can be written"
+"""What to do where nothing can be kept."""
 
 
 class Workspace(NamedTuple):
@@ -33,6 +40,7 @@ class Workspace(NamedTuple):
 
     root: Path | None  # None: no root is writable, so the entry will not be kept
     staging: Path  # a folder of our own, on the file system of the root
+    fault: str  # why it is not the first root, with what to do
 
 
 def roots() -> tuple[Path, list[Path]]:
@@ -41,13 +49,7 @@ def roots() -> tuple[Path, list[Path]]:
     if not first:
         base = os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")
         first = os.path.join(base, "sparse_indexer")
-    return _absolute(first), [_absolute(root) for root in rest if root]
-
-
-def usable_root() -> Path | None:
-    """The root that new entries go to; `None` if none is writable."""
-    with workspace() as place:
-        return place.root
+    return absolute(first), [absolute(root) for root in rest if root]
 
 
 def read_only_note(root: Path) -> str:
@@ -58,42 +60,69 @@ def read_only_note(root: Path) -> str:
 
 
 def all_roots() -> list[Path]:
-    """Where to look, in this order."""
+    """Where to look, in this order; in the temporary root if the first cannot be written."""
     writable, read_only = roots()
-    fallback = None if os.access(writable, os.W_OK) else temporary_root(make=False)
+    there = next(folder for folder in (writable, *writable.parents) if os.path.lexists(folder))
+    good = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    good = good and shutil.disk_usage(there).free > _ROOM
+    fallback = None if good else temporary_root(make=False)
     return [writable, *read_only, *([fallback] if fallback else [])]
 
 
 @contextmanager
 def workspace() -> Iterator[Workspace]:
-    """A staging folder in the first root that takes one; gone afterwards."""
-    root: Path | None = roots()[0]
-    staging = make_staging(root)
-    if staging is None:
-        _warn_unwritable(str(root))
-        root = temporary_root(make=True)
-        staging = make_staging(root)
-    if staging is None:
-        with tempfile.TemporaryDirectory(prefix="sparse_indexer-") as folder:
-            yield Workspace(None, Path(folder))
-        return
+    """A staging folder in the first root that takes one; gone afterwards.
+
+    Raises:
+        JitError: there is none, and not even a temporary directory.
+    """
+    root: Path | None
+    root, fault = roots()[0], ""
     try:
-        yield Workspace(root, staging)
+        staging = make_staging(root)
+    except OSError as error:
+        fault = f"the cache folder {root} cannot be written ({error.strerror})"
+        try:
+            root = _private_root(make=True)
+            staging = make_staging(root)
+            fault += f", using {root} instead; {OTHER_FOLDER}"
+        except OSError as second:
+            root, why = None, f"{second.filename or root} ({second.strerror})"
+            fault += f", nor can {why}: every process compiles anew; {OTHER_FOLDER}"
+            try:
+                staging = Path(tempfile.mkdtemp(prefix="sparse_indexer-"))
+            except OSError:
+                raise JitError(fault) from error
+        _warn(fault)
+    try:
+        yield Workspace(root, staging, fault)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
 
 def temporary_root(*, make: bool) -> Path | None:
-    """This user's root in the temporary directory; `None` if it is absent or somebody else's."""
-    root = Path(tempfile.gettempdir()) / f"sparse_indexer-{os.getuid()}"
+    """This user's root in the temporary directory; `None` if it is absent or not theirs alone."""
     try:
-        if make:
-            root.mkdir(mode=0o700, exist_ok=True)
-        status = root.lstat()
+        return _private_root(make=make)
     except OSError:
         return None
-    private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
-    return root if private and status.st_uid == os.getuid() else None
+
+
+def _private_root(*, make: bool) -> Path:
+    root = Path(tempfile.gettempdir()) / f"sparse_indexer-{os.getuid()}"
+    if make:
+        root.mkdir(mode=0o700, exist_ok=True)
+    status = root.lstat()
+    fault = ""
+    if not stat.S_ISDIR(status.st_mode):
+        fault = "a link" if stat.S_ISLNK(status.st_mode) else "no folder"
+    elif status.st_uid != os.getuid():
+        fault = f"user {status.st_uid} owns it"
+    elif status.st_mode & 0o077:
+        fault = f"mode {stat.S_IMODE(status.st_mode):o} lets others in"
+    if fault:
+        raise PermissionError(errno.EPERM, f"refused: {fault}", str(root))
+    return root
 
 
 @contextmanager
@@ -111,21 +140,28 @@ def variable(name: str, value: str | None) -> Iterator[None]:
             os.environ[name] = before
 
 
-def make_staging(root: Path | None) -> Path | None:
-    """A new folder to make an entry in; `None` where the root cannot be written."""
-    if root is None:
-        return None
+def make_staging(root: Path) -> Path:
+    """A new folder to make an entry in.
+
+    Raises:
+        OSError: the root cannot be written, or is full.
+    """
     parent = root / SCHEMA / STAGING
+    parent.mkdir(parents=True, exist_ok=True)
+    sweep(parent)
+    staging = Path(tempfile.mkdtemp(dir=parent))
     try:
-        parent.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(dir=parent))
-    except OSError:
-        return None
-    _sweep(parent)
+        with tempfile.TemporaryFile(dir=staging) as file:
+            os.posix_fallocate(file.fileno(), 0, _ROOM)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):  # not every file system can tell
+            shutil.rmtree(staging, ignore_errors=True)
+            raise
     return staging
 
 
-def _absolute(root: str) -> Path:
+def absolute(root: str) -> Path:
+    """A folder as people write it."""
     path = os.path.expanduser(root)
     if path.startswith("~"):  # this user has no home
         return Path(os.devnull, path)
@@ -133,14 +169,11 @@ def _absolute(root: str) -> Path:
 
 
 @cache
-def _warn_unwritable(root: str) -> None:
-    where = temporary_root(make=True) or "nothing: every process compiles anew"
-    _log.warning(
-        "the cache folder %s is not writable (SPARSE_INDEXER_CACHE_DIR), using %s", root, where
-    )
+def _warn(fault: str) -> None:
+    _log.warning("%s", fault)
 
 
-def _sweep(parent: Path) -> None:
+def sweep(parent: Path) -> None:
     """Remove what killed builders left."""
     for folder in parent.iterdir():
         try:

@@ -7,7 +7,7 @@ import struct
 
 import torch
 
-from sparse_indexer.errors import blame_argument
+from sparse_indexer.errors import blame_argument, mismatch
 from sparse_indexer.jit import Kernel, load
 
 KERNEL = Kernel("row_quads", {"row_quads": "sparse_indexer::RowQuads"})
@@ -42,11 +42,16 @@ def row_quads(
         out_request_first: `[requests]` int32: its first packed block.
     """
     try:
-        numbers = [number for request in requests for number in request]
+        packed = bytearray()
+        for i, request in enumerate(requests):
+            try:
+                packed += struct.pack("4i", *request)
+            except (struct.error, TypeError):
+                raise mismatch(f"requests[{i}]", "four 32-bit ints", repr(request)) from None
         load(KERNEL, lens.device).row_quads(
             request_of_row,
             lens,
-            struct.pack(f"{len(requests) * 4}i", *numbers),
+            bytes(packed),
             out_rows,
             out_slots,
             out_slot_lens,
