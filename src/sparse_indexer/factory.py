@@ -58,7 +58,8 @@ def make_candidate_indexer(
         topk_blocks: blocks of 8 positions a row publishes.
         memory_budget: bytes of scratch, at most.
         backend: a name of the support matrix, or `"auto"`: the fastest one that can run there.
-            What `auto` chose is logged once per device, at level INFO of `sparse_indexer`.
+            What `auto` chose is logged once per device, at level INFO of `sparse_indexer`, and at
+            WARNING a backend for this GPU whose kernels cannot be built.
 
     Raises:
         ValueError: an unknown backend or device, or an option out of range.
@@ -67,18 +68,24 @@ def make_candidate_indexer(
     if backend not in ("auto", *BACKENDS):
         raise mismatch("backend", " or ".join(map(repr, ("auto", *BACKENDS))), describe(backend))
     where = resolve_device(device)
+    options = {"topk": topk, "topk_blocks": topk_blocks, "memory_budget": memory_budget}
     for name in BACKENDS if backend == "auto" else (backend,):
         reason = why_not(name, where)
-        if reason is None:
-            break
+        make = BACKENDS[name].make
+        if reason is None and make is not None:
+            try:
+                indexer = make(where, **options)
+            except BackendUnavailable as error:
+                if backend != "auto":
+                    raise
+                _log_failure(str(error))
+                continue
+            if backend == "auto":
+                _log_choice(name, str(where))
+            return indexer
         if backend != "auto":
             raise BackendUnavailable(f"{name}: {reason}")
-    make = BACKENDS[name].make
-    assert make is not None
-    indexer = make(where, topk=topk, topk_blocks=topk_blocks, memory_budget=memory_budget)
-    if backend == "auto":
-        _log_choice(name, str(where))
-    return indexer
+    raise AssertionError("mask runs everywhere")
 
 
 def why_not(name: str, device: torch.device) -> str | None:
@@ -95,6 +102,11 @@ def why_not(name: str, device: torch.device) -> str | None:
         have = f"{device} has {capability[0]}.{capability[1]}"
         return f"is for compute capability {spec.capabilities}, {have}: use backend='auto'"
     return None
+
+
+@cache
+def _log_failure(reason: str) -> None:
+    _log.warning("backend %s", reason)
 
 
 @cache

@@ -18,10 +18,12 @@ from typing import NamedTuple
 import torch
 
 from sparse_indexer.devices import resolve_device
-from sparse_indexer.errors import describe, expect_int, mismatch
+from sparse_indexer.errors import BackendUnavailable, JitError, describe, expect_int, mismatch
 from sparse_indexer.formats import HEAD_DIM, INT32_MAX
 from sparse_indexer.index_k import BLOCK_SIZE
 from sparse_indexer.inputs import IndexQ, PrefillIndexerInputs, expect_out_positions
+from sparse_indexer.jit import warmup
+from sparse_indexer.jit.kernel import all_kernels
 from sparse_indexer.ops.candidate_logits import candidate_logits
 from sparse_indexer.ops.candidate_quads import RANK_EVERY, candidate_quads
 from sparse_indexer.ops.dense_block_keys import dense_block_keys
@@ -33,6 +35,15 @@ from sparse_indexer.protocol import Candidates, expect_candidates
 from sparse_indexer.quads import GROUP_QUADS, Quads, make_quads
 from sparse_indexer.scratch import Scratch
 
+_KERNELS = (
+    "candidate_logits",
+    "candidate_quads",
+    "dense_block_keys",
+    "index_k",
+    "index_q",
+    "row_quads",
+    "topk",
+)
 _MAX_HEADS = 64
 _UNIT_BLOCKS = 64  # what dense_block_keys scores at least
 
@@ -98,9 +109,12 @@ class Sm90Indexer:
         memory_budget: bytes of scratch beside inputs, outputs and published tables, at most. The
             keys of a request are packed in it: 144 bytes a position, 272 in halves.
 
+    Its kernels are built and loaded here, so that calls need no compiler and can be captured.
+
     Raises:
         ValueError: an option is out of range; from the methods also: more than 64 heads, or a
             budget below what the longest request takes (the message says how much that is).
+        BackendUnavailable: a kernel can be neither built nor loaded.
     """
 
     name = "sm90"
@@ -119,6 +133,12 @@ class Sm90Indexer:
         self.topk = expect_int("topk", topk, 0, 1 << 15)
         self.topk_blocks = expect_int("topk_blocks", topk_blocks, 1, 1 << 15)
         self.memory_budget = expect_int("memory_budget", memory_budget, 1)
+        kernels = [all_kernels()[name] for name in _KERNELS]
+        if any(self.device not in kernel.loaded for kernel in kernels):
+            try:
+                warmup(self.device, kernels)
+            except JitError as error:
+                raise BackendUnavailable(f"sm90: {error}") from error
         self._pool = torch.cuda.MemPool()
 
     @torch.no_grad()
@@ -198,7 +218,17 @@ class Sm90Indexer:
         queries = _contiguous(inputs.index_q)
         head_weights = inputs.head_weights.contiguous()
         starts = plan.request_starts
-        for scope in self._scopes(inputs, quads, n, tables is None, element, heads):
+        scopes = self._scopes(
+            inputs,
+            quads,
+            n,
+            element,
+            heads,
+            own_tables=tables is None,
+            dense=dense,
+            select=out_positions is not None,
+        )
+        for scope in scopes:
             columns = min(n, scope.max_blocks)
             width = -(-scope.max_blocks // _UNIT_BLOCKS) * _UNIT_BLOCKS
             for tile in scope.tiles:
@@ -263,9 +293,12 @@ class Sm90Indexer:
         inputs: PrefillIndexerInputs,
         quads: Quads,
         n: int,
-        own_tables: bool,
         element: torch.dtype,
         heads: int,
+        *,
+        own_tables: bool,
+        dense: bool,
+        select: bool,
     ) -> Iterator[_Scope]:
         """As many requests at a time as half the budget holds the keys of, but at least one."""
         plan = inputs.plan
@@ -288,9 +321,9 @@ class Sm90Indexer:
                 begin = end
                 continue
 
-            width = -(-longest // _UNIT_BLOCKS) * _UNIT_BLOCKS
-            matrix = 16 * max(width, min(n, longest) * BLOCK_SIZE)
-            of_quad = 4 * heads * (HEAD_DIM * element.itemsize + 4) + matrix
+            width = -(-longest // _UNIT_BLOCKS) * _UNIT_BLOCKS if dense else 0
+            columns = min(n, longest) * BLOCK_SIZE if select else 0
+            of_quad = 4 * heads * (HEAD_DIM * element.itemsize + 4) + 16 * max(width, columns)
             if own_tables:
                 width = min(4 * n, _most_blocks(quads))
                 of_quad += 4 * (4 * n + width + 2) + 8 * -(-width // RANK_EVERY)
