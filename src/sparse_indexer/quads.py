@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of a plan by request, four at a time, as Hopper's kernels score them."""
+"""Rows by request, four at a time, as Hopper's kernels score them, and their candidates."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
+from sparse_indexer.formats import INT32_MAX
 from sparse_indexer.index_k import BLOCK_SIZE
+from sparse_indexer.ops.candidate_quads import RANK_EVERY, candidate_quads
 from sparse_indexer.ops.row_quads import row_quads
 from sparse_indexer.plan import PrefillPlan
 
@@ -34,6 +37,20 @@ class Quads(NamedTuple):
     first: torch.Tensor  # [quads]: its request's first packed block
     request_lens: torch.Tensor  # [requests]: most positions a row of the request sees
     request_first: torch.Tensor  # [requests]: its first packed block
+
+    @property
+    def max_blocks(self) -> int:
+        """Most blocks of a request that has rows."""
+        return max((request.blocks for request in self.requests), default=0)
+
+
+class Tables(NamedTuple):
+    """Candidates of quads, by slot."""
+
+    blocks: torch.Tensor  # [quads, 4, n] int32: of each slot's row, ascending, then INT32_MAX
+    entries: torch.Tensor  # [quads, width] int32: see candidate_quads, as for the next two
+    ranks: torch.Tensor  # [quads, ceil(width / 32), 4] int16
+    counts: torch.Tensor  # [quads, 2] int32
 
 
 def make_quads(plan: PrefillPlan) -> Quads:
@@ -73,3 +90,50 @@ def make_quads(plan: PrefillPlan) -> Quads:
         out_request_first=made.request_first,
     )
     return made
+
+
+def tables_bytes(n: int, max_blocks: int) -> int:
+    """What a quad's tables take."""
+    width = min(4 * n, max_blocks)
+    return 4 * (4 * n + width + 2) + 8 * -(-width // RANK_EVERY)
+
+
+def empty_tables(count: int, n: int, max_blocks: int, empty: Callable[..., torch.Tensor]) -> Tables:
+    """Tables of `count` quads out of `empty(shape, dtype=...)`."""
+    width = min(4 * n, max_blocks)
+    return Tables(
+        blocks=empty((count, 4, n), dtype=torch.int32),
+        entries=empty((count, width), dtype=torch.int32),
+        ranks=empty((count, -(-width // RANK_EVERY), 4), dtype=torch.int16),
+        counts=empty((count, 2), dtype=torch.int32),
+    )
+
+
+def plan_tables(quads: Quads, n: int) -> Tables:
+    """Empty tables of all quads."""
+    return empty_tables(len(quads.rows), n, quads.max_blocks, quads.rows.new_empty)
+
+
+def merge_blocks(tables: Tables, max_blocks: int) -> None:
+    """Fill the rest of the tables from their blocks."""
+    candidate_quads(
+        tables.blocks,
+        max_blocks=max_blocks,
+        pairs=True,
+        out_entries=tables.entries,
+        out_ranks=tables.ranks,
+        out_counts=tables.counts,
+    )
+
+
+def fill_tables(
+    tables: Tables, quads: Quads, blocks: torch.Tensor, places: torch.Tensor | None = None
+) -> None:
+    """Row i's candidates are `blocks[places[i]]`, default `blocks[i]`; `[.., n]` int32."""
+    rows = quads.rows.view(-1).long()
+    if len(blocks) and len(rows):
+        there = rows.clamp(min=0)
+        picked = blocks[there if places is None else places[there]]
+        picked.masked_fill_((rows < 0)[:, None], INT32_MAX)
+        tables.blocks.copy_(picked.view_as(tables.blocks))
+    merge_blocks(tables, quads.max_blocks)

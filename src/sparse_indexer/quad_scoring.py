@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scoring on Hopper, tile by tile: no matrix of logits beyond a tile's candidates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from sparse_indexer.errors import mismatch
+from sparse_indexer.formats import HEAD_DIM, INT32_MAX
+from sparse_indexer.index_k import BLOCK_SIZE
+from sparse_indexer.inputs import IndexQ, PrefillIndexerInputs
+from sparse_indexer.ops.candidate_logits import candidate_logits
+from sparse_indexer.ops.dense_block_keys import dense_block_keys
+from sparse_indexer.ops.index_k import index_k
+from sparse_indexer.ops.index_q import index_q
+from sparse_indexer.ops.topk import topk
+from sparse_indexer.quads import (
+    GROUP_QUADS,
+    Quads,
+    Tables,
+    empty_tables,
+    merge_blocks,
+    tables_bytes,
+)
+from sparse_indexer.scratch import Scratch
+
+MAX_HEADS = 64
+_UNIT_BLOCKS = 64  # what dense_block_keys scores at least
+
+
+class _Scope(NamedTuple):
+    """Requests whose keys are packed at the same time, and tiles of their quads."""
+
+    keys: torch.Tensor  # [packed blocks, ...]
+    first: torch.Tensor  # [quads] int32: a quad's first block in `keys`; of all the plan's quads
+    max_blocks: int  # of one request
+    tiles: list[slice]  # of quads
+    scratch: Scratch  # for one tile at a time
+
+
+def score(
+    inputs: PrefillIndexerInputs,
+    quads: Quads,
+    tables: Tables | None,
+    out_positions: torch.Tensor | None,
+    *,
+    n: int,
+    dense: bool,
+    budget: int,
+) -> None:
+    """Tile by tile: if `dense`, the best n blocks of each row; the best positions of those.
+
+    Args:
+        tables: of all quads, written if `dense`; `None`: in scratch.
+        out_positions: `None`: no positions are selected.
+    """
+    plan, element = inputs.plan, _element(inputs)
+    heads = 32 if inputs.num_heads <= 32 else MAX_HEADS
+    queries = _contiguous(inputs.index_q)
+    head_weights = inputs.head_weights.contiguous()
+    starts = plan.request_starts
+    scopes = _scopes(
+        inputs,
+        quads,
+        n,
+        element,
+        heads,
+        own_tables=tables is None,
+        dense=dense,
+        select=out_positions is not None,
+        budget=budget,
+    )
+    for scope in scopes:
+        columns = min(n, scope.max_blocks)
+        width = -(-scope.max_blocks // _UNIT_BLOCKS) * _UNIT_BLOCKS
+        for tile in scope.tiles:
+            count = tile.stop - tile.start
+            scratch = scope.scratch.restart()
+            values = scratch.take((count, 4 * heads, HEAD_DIM), element)
+            weights = scratch.take((count, 4, heads), torch.float32)
+            rows, lens = quads.rows[tile], quads.slot_lens[tile].view(-1)
+            first = scope.first[tile]
+            packed = {"rows": rows, "out_values": values, "out_weights": weights}
+            if tables is None:
+                its = empty_tables(count, n, scope.max_blocks, scratch.take)
+            else:
+                its = Tables(*(t[tile] for t in tables))
+            if dense:
+                keys = scratch.peek((count * 4, width), torch.float32)
+                if scope.max_blocks > n:
+                    index_q(queries, head_weights, **packed)
+                    dense_block_keys(
+                        scope.keys,
+                        values,
+                        weights,
+                        quad_lens=quads.lens[tile],
+                        quad_first=first,
+                        out=keys,
+                    )
+                topk(
+                    keys,
+                    lens,
+                    out=its.blocks.view(count * 4, n),
+                    per_column=BLOCK_SIZE,
+                    force_last=True,
+                    unused=INT32_MAX,
+                )
+                merge_blocks(its, scope.max_blocks)
+            if out_positions is None:
+                continue
+            index_q(queries, head_weights, counts=its.counts, **packed)
+            logits = scratch.peek((count * 4, columns * BLOCK_SIZE), torch.float32)
+            candidate_logits(
+                scope.keys,
+                values,
+                weights,
+                entries=its.entries,
+                ranks=its.ranks,
+                counts=its.counts,
+                quad_first=first,
+                out=logits,
+            )
+            topk(
+                logits,
+                lens,
+                out=out_positions,
+                rows=rows.view(-1),
+                blocks=its.blocks.view(count * 4, n),
+                request_of_row=None if starts is None else plan.request_of_row,
+                request_starts=starts,
+            )
+
+
+def _scopes(
+    inputs: PrefillIndexerInputs,
+    quads: Quads,
+    n: int,
+    element: torch.dtype,
+    heads: int,
+    *,
+    own_tables: bool,
+    dense: bool,
+    select: bool,
+    budget: int,
+) -> Iterator[_Scope]:
+    """As many requests at a time as half the budget holds the keys of, but at least one."""
+    plan = inputs.plan
+    where = plan.page_table if plan.page_table is not None else plan.key_starts
+    assert where is not None
+    # Of a packed block: values of 8 positions, then 128 bytes that hold their scales.
+    elements = BLOCK_SIZE * HEAD_DIM + 128 // element.itemsize
+    block_bytes = elements * element.itemsize
+    begin = 0
+    while begin < len(quads.requests):
+        end, blocks, longest = begin, 0, 0
+        while end < len(quads.requests):
+            more = quads.requests[end].blocks
+            if end > begin and (blocks + more) * block_bytes > budget // 2:
+                break
+            end, blocks, longest = end + 1, blocks + more, max(longest, more)
+        base, last = quads.requests[begin], quads.requests[end - 1]
+        stop = last.first_quad + last.quads
+        if base.first_quad == stop:
+            begin = end
+            continue
+
+        width = -(-longest // _UNIT_BLOCKS) * _UNIT_BLOCKS if dense else 0
+        columns = min(n, longest) * BLOCK_SIZE if select else 0
+        of_quad = 4 * heads * (HEAD_DIM * element.itemsize + 4) + 16 * max(width, columns)
+        if own_tables:
+            of_quad += tables_bytes(n, longest)
+        packed = (blocks + _UNIT_BLOCKS) * block_bytes
+        free = budget - packed - Scratch.SLACK
+        tile = min(free // of_quad // GROUP_QUADS * GROUP_QUADS, stop - base.first_quad)
+        if tile < GROUP_QUADS:
+            least = packed + Scratch.SLACK + GROUP_QUADS * of_quad
+            raise mismatch("memory_budget", f"at least {least} bytes", str(budget))
+        scratch = Scratch(packed + Scratch.SLACK + tile * of_quad, budget, inputs.plan.device)
+        keys = scratch.take((blocks + _UNIT_BLOCKS, elements), element)
+        scratch.keep()
+        request_first, first = quads.request_first[begin:end], quads.first
+        if base.first_block:
+            request_first, first = request_first - base.first_block, first - base.first_block
+        index_k(
+            inputs.index_k,
+            where[begin:end],
+            lens=quads.request_lens[begin:end],
+            max_len=longest * BLOCK_SIZE,
+            out_starts=request_first,
+            out_values=keys,
+            out_scales=None,
+        )
+        tiles = [slice(q, min(q + tile, stop)) for q in range(base.first_quad, stop, tile)]
+        yield _Scope(keys, first, longest, tiles, scratch)
+        begin = end
+
+
+def _element(inputs: PrefillIndexerInputs) -> torch.dtype:
+    """What is scored: uint8 stands for e4m3 codes."""
+    queries, keys = inputs.index_q.values.dtype, inputs.index_k.format
+    halves = {torch.float16, torch.bfloat16} & {
+        queries,
+        {"fp16": torch.float16, "bf16": torch.bfloat16}.get(keys),
+    }
+    if not halves:
+        return torch.uint8
+    return torch.bfloat16 if halves == {torch.bfloat16} else torch.float16
+
+
+def _contiguous(queries: IndexQ) -> IndexQ:
+    if queries.values.is_contiguous() and (
+        queries.scales is None or queries.scales.is_contiguous()
+    ):
+        return queries
+    scales = queries.scales
+    return IndexQ(queries.values.contiguous(), None if scales is None else scales.contiguous())
