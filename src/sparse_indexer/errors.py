@@ -63,22 +63,24 @@ def expect_tensor(
     Raises:
         ValueError: it has not.
     """
-    names = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
-    sizes = ", ".join("..." if s is ... else str(s) for s in shape)
-    expected = f"[{sizes}] {names}" + (f" on {device}" if device is not None else "")
     if (
         not isinstance(tensor, torch.Tensor)
         or not _shape_fits(tuple(tensor.shape), shape)
         or tensor.dtype not in dtypes
         or (device is not None and tensor.device != device)
     ):
-        raise mismatch(argument, expected, tensor)
+        names = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+        sizes = ", ".join("..." if s is ... else str(s) for s in shape)
+        where = f" on {device}" if device is not None else ""
+        raise mismatch(argument, f"[{sizes}] {names}{where}", tensor)
     if tensor.ndim and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise mismatch(argument, "a contiguous last dimension", f"strides {list(tensor.stride())}")
     return tensor
 
 
 def _shape_fits(have: tuple[int, ...], want: Shape) -> bool:
+    if have == want:
+        return True
     if want and want[0] is ...:
         want = want[1:]
         have = have[max(0, len(have) - len(want)) :]

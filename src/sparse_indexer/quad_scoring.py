@@ -78,16 +78,19 @@ def score(
         width = -(-scope.max_blocks // _UNIT_BLOCKS) * _UNIT_BLOCKS
         for tile in scope.tiles:
             count = tile.stop - tile.start
+            whole = count == quads.lens.shape[0]
             scratch = scope.scratch.restart()
             values = scratch.take((count, 4 * heads, HEAD_DIM), element)
             weights = scratch.take((count, 4, heads), torch.float32)
-            rows, lens = quads.rows[tile], quads.slot_lens[tile].view(-1)
-            first = scope.first[tile]
-            packed = {"rows": rows, "out_values": values, "out_weights": weights}
+            own, first, its = quads, scope.first, tables
+            if not whole:
+                own, first = quads.part(tile), scope.first[tile]
             if tables is None:
                 its = empty_tables(count, n, scope.max_blocks, scratch.take)
-            else:
+            elif not whole:
                 its = Tables(*(t[tile] for t in tables))
+            assert its is not None
+            packed = {"rows": own.rows, "out_values": values, "out_weights": weights}
             if dense:
                 keys = scratch.peek((count * 4, width), torch.float32)
                 if scope.max_blocks > n:
@@ -96,13 +99,13 @@ def score(
                         scope.keys,
                         values,
                         weights,
-                        quad_lens=quads.lens[tile],
+                        quad_lens=own.lens,
                         quad_first=first,
                         out=keys,
                     )
                 topk(
                     keys,
-                    lens,
+                    own.slot_lens.view(-1),
                     out=its.blocks.view(count * 4, n),
                     per_column=BLOCK_SIZE,
                     force_last=True,
@@ -125,9 +128,9 @@ def score(
             )
             topk(
                 logits,
-                lens,
+                own.slot_lens.view(-1),
                 out=out_positions,
-                rows=rows.view(-1),
+                rows=own.rows.view(-1),
                 blocks=its.blocks.view(count * 4, n),
                 request_of_row=None if starts is None else plan.request_of_row,
                 request_starts=starts,
@@ -174,20 +177,26 @@ def _scopes(
             of_quad += tables_bytes(n, longest)
         packed = (blocks + _UNIT_BLOCKS) * block_bytes
         free = budget - packed - Scratch.SLACK
-        tile = min(free // of_quad // GROUP_QUADS * GROUP_QUADS, stop - base.first_quad)
-        if tile < GROUP_QUADS:
+        groups, most = (stop - base.first_quad) // GROUP_QUADS, free // of_quad // GROUP_QUADS
+        if most < 1:
             least = packed + Scratch.SLACK + GROUP_QUADS * of_quad
             raise mismatch("memory_budget", f"at least {least} bytes", str(budget))
+        # As few tiles as there may be, of the same size.
+        tile = -(-groups // -(-groups // most)) * GROUP_QUADS
         scratch = Scratch(packed + Scratch.SLACK + tile * of_quad, budget, inputs.plan.device)
         keys = scratch.take((blocks + _UNIT_BLOCKS, elements), element)
         scratch.keep()
-        request_first, first = quads.request_first[begin:end], quads.first
-        if base.first_block:
-            request_first, first = request_first - base.first_block, first - base.first_block
+        request_first, request_lens, first = quads.request_first, quads.request_lens, quads.first
+        if end - begin < len(quads.requests):
+            where_from, request_lens = where[begin:end], request_lens[begin:end]
+            request_first = request_first[begin:end] - base.first_block
+            first = first - base.first_block
+        else:
+            where_from = where
         index_k(
             inputs.index_k,
-            where[begin:end],
-            lens=quads.request_lens[begin:end],
+            where_from,
+            lens=request_lens,
             max_len=longest * BLOCK_SIZE,
             out_starts=request_first,
             out_values=keys,

@@ -38,6 +38,13 @@ class Quads(NamedTuple):
     request_lens: torch.Tensor  # [requests]: most positions a row of the request sees
     request_first: torch.Tensor  # [requests]: its first packed block
 
+    def part(self, tile: slice) -> Quads:
+        """Some of the quads; requests as they are."""
+        tensors = (self.rows[tile], self.slots, self.slot_lens[tile], self.lens[tile])
+        return Quads(
+            self.requests, *tensors, self.first[tile], self.request_lens, self.request_first
+        )
+
     @property
     def max_blocks(self) -> int:
         """Most blocks of a request that has rows."""

@@ -22,20 +22,25 @@ class Scratch:
 
     def __init__(self, nbytes: int, limit: int, device: torch.device) -> None:
         size = min(1 << max(nbytes - 1, 1).bit_length(), max(limit, nbytes))
+        size = -(-size // _ALIGNMENT) * _ALIGNMENT
         self._memory = torch.empty(size, dtype=torch.uint8, device=device)
+        self._as = {torch.uint8: self._memory}  # the same as other dtypes
         self._kept = self._next = 0
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor of whatever is there, until the next restart."""
         piece = self.peek(shape, dtype)
-        self._next += -(-piece.nbytes // _ALIGNMENT) * _ALIGNMENT
+        nbytes = math.prod(shape) * dtype.itemsize
+        self._next += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         return piece
 
     def peek(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """What `take` would give; the next piece shares its memory."""
-        nbytes = math.prod(shape) * dtype.itemsize
-        assert self._next + nbytes <= len(self._memory)
-        return self._memory[self._next : self._next + nbytes].view(dtype).view(shape)
+        assert self._next + math.prod(shape) * dtype.itemsize <= self._memory.shape[0]
+        if dtype not in self._as:
+            self._as[dtype] = self._memory.view(dtype)
+        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+        return self._as[dtype].as_strided(shape, strides, self._next // dtype.itemsize)
 
     def keep(self) -> None:
         """Pieces taken so far survive `restart`."""
