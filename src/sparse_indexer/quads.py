@@ -40,9 +40,11 @@ class Quads(NamedTuple):
 
     def part(self, tile: slice) -> Quads:
         """Some of the quads; requests as they are."""
-        tensors = (self.rows[tile], self.slots, self.slot_lens[tile], self.lens[tile])
-        return Quads(
-            self.requests, *tensors, self.first[tile], self.request_lens, self.request_first
+        return self._replace(
+            rows=self.rows[tile],
+            slot_lens=self.slot_lens[tile],
+            lens=self.lens[tile],
+            first=self.first[tile],
         )
 
     @property
