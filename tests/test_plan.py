@@ -570,7 +570,7 @@ BAD_PLANS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a count of numpy": (
         {"rows_per_request": [np.int64(2), 1]},
-        "rows_per_request[0]: expected an int, got a int64",
+        "rows_per_request[0]: expected an int, got a numpy int64",
     ),
     "a context beyond int32": (
         {"context_lens": [2**31, 3]},
@@ -779,7 +779,7 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a table of numpy": (
         {"page_table": TABLE.numpy()},
-        "page_table: expected [2, max_pages] int32 or int64, got a ndarray",
+        "page_table: expected [2, max_pages] int32 or int64, got a numpy ndarray",
     ),
     "a transposed table": (
         {"page_table": torch.zeros(4, 2, dtype=torch.int32).t()},
