@@ -277,7 +277,8 @@ def main() -> None:
     except Exception as error:  # it compiles, and looks for CUDA, when imported
         deep_gemm, peer = None, f"no DeepGEMM ({error})"
     a, b = (torch.randn(8192, 8192, device=DEVICE).to(torch.float8_e4m3fn) for _ in range(2))
-    operands: Any = (a, b.t(), *torch.ones(2, 1, device=DEVICE), None, None, torch.bfloat16, True)
+    one = torch.ones((), device=DEVICE)
+    operands: Any = (a, b.t(), one, one, None, None, torch.bfloat16, True)
     limit = 2 * 8192**3 / medians([lambda i: torch._scaled_mm(*operands)], repeats=100)[0] * 1e-6
     about = f"{environment()}, {indexer.name}, {peer}, fp8 limit {limit:.0f} TFLOPS"
     print(f"{about}\ncase | rows | context | heads | data | us | vs peer | TFLOPS | % of fp8 limit")
