@@ -84,15 +84,19 @@ def released(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def fresh_log() -> Iterator[None]:
-    factory._log_choice.cache_clear()
+    for log in (factory._log_choice, factory._log_failure):
+        log.cache_clear()
     yield
-    factory._log_choice.cache_clear()
+    for log in (factory._log_choice, factory._log_failure):
+        log.cache_clear()
 
 
 def test_the_support_matrix_is_this() -> None:
     assert list(BACKENDS) == ["sm100", "sm90", "sm80", "sm70", "mask"]
     assert {name: BACKENDS[name].capabilities for name in WORDS} == WORDS
     assert BACKENDS["mask"].make is MaskIndexer
+    released = [name for name, spec in BACKENDS.items() if spec.make is not None]
+    assert released == ["sm90", "mask"]
 
 
 @pytest.mark.parametrize("backend", ["auto", "mask"])
@@ -215,6 +219,30 @@ def test_auto_logs_its_choice_once_a_device(
         ("sparse_indexer", "INFO", f"backend mask on {device}")
         for device in ("cpu", "cuda:0", "cuda:1")
     ]
+
+
+def test_auto_passes_over_a_backend_whose_kernels_cannot_be_built(
+    machine: Machine,
+    fresh_log: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """With a warning, once; who asks for it by name gets the error."""
+
+    def make(device: torch.device, **options: int) -> MaskIndexer:
+        raise BackendUnavailable("sm90: there is no compiler")
+
+    machine.capabilities = [(9, 0)]
+    monkeypatch.setitem(BACKENDS, "sm90", BACKENDS["sm90"]._replace(make=make))
+    caplog.set_level(logging.INFO, "sparse_indexer")
+    for _ in range(2):
+        assert type(make_candidate_indexer("cuda")) is MaskIndexer
+    assert [(r.levelname, r.message) for r in caplog.records] == [
+        ("WARNING", "backend sm90: there is no compiler"),
+        ("INFO", "backend mask on cuda:0"),
+    ]
+    with refused("sm90: there is no compiler", BackendUnavailable):
+        make_candidate_indexer("cuda", backend="sm90")
 
 
 def test_what_fails_to_be_made_is_not_logged(

@@ -38,6 +38,8 @@ TARGETS = {
     (12, 0): "sm_120f",
     (12, 1): "sm_121a",
 }
+# Bytes at most; why, see `score` in kernels/candidate_logits.cuh: the alternative costs more.
+SPILLS = {"candidate_logits_e4m3_32": 192}
 VOLTA = pytest.param(
     (7, 0),
     marks=pytest.mark.skipif(
@@ -96,14 +98,15 @@ def test_nvcc(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> N
 def test_every_kernel_of_the_library(
     kernel: Kernel, compiler: str, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a warning or a spill, by both compilers, for what it is for."""
+    """Without a warning or a spill (but see `SPILLS`), by both compilers, for what it is for."""
     if not kernel.is_for(capability):
         pytest.skip(f"{kernel.name} is not for {capability}")
     monkeypatch.setenv("SPARSE_INDEXER_COMPILER", compiler)
     stored = device_artifact(kernel, capability)
     assert set(stored.meta["resources"]) == set(kernel.variants)
     assert not stored.meta["warnings"]
-    assert all(Resources(*used).spill_bytes == 0 for used in stored.meta["resources"].values())
+    for symbol, used in stored.meta["resources"].items():
+        assert Resources(*used).spill_bytes <= SPILLS.get(symbol, 0), symbol
 
 
 @needs_nvcc

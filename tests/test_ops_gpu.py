@@ -9,11 +9,17 @@ import pytest
 import torch
 
 from sparse_indexer.jit import warmup
+from sparse_indexer.jit.kernel import all_kernels
 from sparse_indexer.ops.block_keys import block_keys
+from sparse_indexer.ops.candidate_logits import candidate_logits
+from sparse_indexer.ops.candidate_quads import candidate_quads
 from sparse_indexer.ops.candidate_table import candidate_table
+from sparse_indexer.ops.dense_block_keys import dense_block_keys
 from sparse_indexer.ops.index_k import index_k
+from sparse_indexer.ops.index_q import index_q
+from sparse_indexer.ops.row_quads import row_quads
 from sparse_indexer.ops.topk import topk
-from sparse_indexer.testing import hostile_pool, random_keys
+from sparse_indexer.testing import hostile_pool, random_keys, random_queries
 
 pytestmark = pytest.mark.gpu
 
@@ -23,11 +29,126 @@ ROWS, WIDTH = 40, 4096
 
 class Op(NamedTuple):
     call: Callable[[], None]
-    lens: torch.Tensor  # read on the device
+    lens: torch.Tensor  # [ROWS] int32, lengths or ids that it reads on the device
     outputs: list[torch.Tensor]
 
 
+def ints(*shape: int, fill: int = 0) -> torch.Tensor:
+    return torch.full(shape, fill, dtype=torch.int32, device=DEVICE)
+
+
+def make_row_quads() -> Op:
+    lens = ints(ROWS, fill=WIDTH)
+    of_row = torch.arange(ROWS, dtype=torch.int32, device=DEVICE) % 2
+    outputs = [ints(16, 4), ints(ROWS), ints(16, 4), ints(16), ints(16), ints(2), ints(2)]
+    names = ("rows", "slots", "slot_lens", "lens", "first", "request_lens", "request_first")
+    named = {f"out_{name}": out for name, out in zip(names, outputs, strict=True)}
+    requests = [(0, 8, 0, WIDTH), (8, 8, 100, WIDTH // 4)]
+    return Op(lambda: row_quads(of_row, lens, requests=requests, **named), lens, outputs)
+
+
+def make_index_q() -> Op:
+    """Of 40 slots, whose rows change."""
+    queries, weights = random_queries(ROWS * 7, 32, "fp4", seed=1, device=DEVICE)
+    rows = ints(ROWS, fill=ROWS * 7 - 1)
+    values = torch.empty(ROWS // 4, 128, 128, dtype=torch.uint8, device=DEVICE)
+    out_weights = torch.empty(ROWS // 4, 4, 32, device=DEVICE)
+    return Op(
+        lambda: index_q(
+            queries, weights, rows=rows.view(-1, 4), out_values=values, out_weights=out_weights
+        ),
+        rows,
+        [values, out_weights],
+    )
+
+
+def make_candidate_quads() -> Op:
+    """Of 40 rows, each with one block, which changes."""
+    blocks = ints(ROWS, fill=WIDTH)
+    ranks = torch.empty(ROWS // 4, 2, 4, dtype=torch.int16, device=DEVICE)
+    outputs = [ints(ROWS // 4, 64), ranks, ints(ROWS // 4, 2)]
+    return Op(
+        lambda: candidate_quads(
+            blocks.view(-1, 4, 1),
+            max_blocks=WIDTH + 1,
+            pairs=True,
+            out_entries=outputs[0],
+            out_ranks=outputs[1],
+            out_counts=outputs[2],
+        ),
+        blocks,
+        outputs,
+    )
+
+
+def packed_keys(positions: int) -> torch.Tensor:
+    keys = torch.zeros(positions // 8, 1152, dtype=torch.uint8, device=DEVICE)
+    index_k(
+        random_keys(positions, "fp8", seed=2, device=DEVICE),
+        ints(1),
+        lens=ints(1, fill=positions),
+        max_len=positions,
+        out_starts=ints(1),
+        out_values=keys,
+    )
+    return keys
+
+
+def make_scored(name: str) -> Op:
+    """40 quads of one request; how many keys or candidates each has changes."""
+    keys, blocks = packed_keys(WIDTH), WIDTH // 8
+    queries, weights = random_queries(4 * ROWS, 32, "fp8", seed=1, device=DEVICE)
+    values = torch.empty(ROWS, 128, 128, dtype=torch.uint8, device=DEVICE)
+    out_weights = torch.empty(ROWS, 4, 32, device=DEVICE)
+    rows = torch.arange(4 * ROWS, dtype=torch.int32, device=DEVICE).view(ROWS, 4)
+    first = ints(ROWS)
+    if name == "dense_block_keys":
+        index_q(queries, weights, rows=rows, out_values=values, out_weights=out_weights)
+        lens = ints(ROWS, fill=WIDTH)
+        out = torch.empty(4 * ROWS, blocks, device=DEVICE)
+        return Op(
+            lambda: dense_block_keys(
+                keys, values, out_weights, quad_lens=lens, quad_first=first, out=out
+            ),
+            lens,
+            [out],
+        )
+    candidates = torch.arange(blocks, dtype=torch.int32, device=DEVICE).repeat(ROWS, 4, 1)
+    entries, counts = ints(ROWS, blocks), ints(ROWS, 2)
+    ranks = torch.empty(ROWS, -(-blocks // 32), 4, dtype=torch.int16, device=DEVICE)
+    candidate_quads(
+        candidates, max_blocks=blocks, out_entries=entries, out_ranks=ranks, out_counts=counts
+    )
+    index_q(queries, weights, rows=rows, out_values=values, out_weights=out_weights)
+    out = torch.empty(4 * ROWS, WIDTH, device=DEVICE)
+    return Op(
+        lambda: candidate_logits(
+            keys,
+            values,
+            out_weights,
+            entries=entries,
+            ranks=ranks,
+            counts=counts,
+            quad_first=first,
+            out=out,
+        ),
+        counts[:, 0],
+        [out],
+    )
+
+
 def make(name: str) -> Op:
+    kernel = all_kernels()[name.partition(",")[0]]
+    if not kernel.is_for(torch.cuda.get_device_capability(DEVICE)):
+        pytest.skip(f"{name} is not for this GPU")
+    if name == "row_quads":
+        return make_row_quads()
+    if name == "index_q":
+        return make_index_q()
+    if name == "candidate_quads":
+        return make_candidate_quads()
+    if name in ("dense_block_keys", "candidate_logits"):
+        return make_scored(name)
     generator = torch.Generator(DEVICE).manual_seed(0)
     lens = torch.full((ROWS,), WIDTH, dtype=torch.int32, device=DEVICE)
     logits = torch.randn(ROWS, WIDTH, device=DEVICE, generator=generator)
@@ -76,7 +197,19 @@ def make(name: str) -> Op:
     )  # fmt: skip
 
 
-OPS = ["topk", "topk, of rows", "block_keys", "candidate_table", "index_k", "index_k, packed"]
+OPS = [
+    "topk",
+    "topk, of rows",
+    "block_keys",
+    "candidate_table",
+    "index_k",
+    "index_k, packed",
+    "row_quads",
+    "index_q",
+    "candidate_quads",
+    "dense_block_keys",
+    "candidate_logits",
+]
 
 
 def run(op: Op, call: Callable[[], None]) -> list[torch.Tensor]:

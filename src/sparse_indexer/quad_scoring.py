@@ -156,31 +156,41 @@ def _scopes(
     # Of a packed block: values of 8 positions, then 128 bytes that hold their scales.
     elements = BLOCK_SIZE * HEAD_DIM + 128 // element.itemsize
     block_bytes = elements * element.itemsize
+
+    def quad_bytes(longest: int) -> int:
+        width = -(-longest // _UNIT_BLOCKS) * _UNIT_BLOCKS if dense else 0
+        columns = min(n, longest) * BLOCK_SIZE if select else 0
+        tables = tables_bytes(n, longest) if own_tables else 0
+        queries = 4 * heads * (HEAD_DIM * element.itemsize + 4)
+        return queries + 16 * max(width, columns) + tables
+
+    def least(blocks: int, longest: int) -> int:
+        packed = (blocks + _UNIT_BLOCKS) * block_bytes
+        return packed + Scratch.SLACK + GROUP_QUADS * quad_bytes(longest)
+
+    one = least(quads.max_blocks, quads.max_blocks)
+    if len(quads.rows) and one > budget:
+        raise mismatch("memory_budget", f"at least {one} bytes", str(budget))
     begin = 0
     while begin < len(quads.requests):
         end, blocks, longest = begin, 0, 0
         while end < len(quads.requests):
             more = quads.requests[end].blocks
-            if end > begin and (blocks + more) * block_bytes > budget // 2:
+            together, larger = blocks + more, max(longest, more)
+            full = together * block_bytes > budget // 2 or least(together, larger) > budget
+            if end > begin and full:
                 break
-            end, blocks, longest = end + 1, blocks + more, max(longest, more)
+            end, blocks, longest = end + 1, together, larger
         base, last = quads.requests[begin], quads.requests[end - 1]
         stop = last.first_quad + last.quads
         if base.first_quad == stop:
             begin = end
             continue
 
-        width = -(-longest // _UNIT_BLOCKS) * _UNIT_BLOCKS if dense else 0
-        columns = min(n, longest) * BLOCK_SIZE if select else 0
-        of_quad = 4 * heads * (HEAD_DIM * element.itemsize + 4) + 16 * max(width, columns)
-        if own_tables:
-            of_quad += tables_bytes(n, longest)
+        of_quad = quad_bytes(longest)
         packed = (blocks + _UNIT_BLOCKS) * block_bytes
         free = budget - packed - Scratch.SLACK
         groups, most = (stop - base.first_quad) // GROUP_QUADS, free // of_quad // GROUP_QUADS
-        if most < 1:
-            least = packed + Scratch.SLACK + GROUP_QUADS * of_quad
-            raise mismatch("memory_budget", f"at least {least} bytes", str(budget))
         # As few tiles as there may be, of the same size.
         tile = -(-groups // -(-groups // most)) * GROUP_QUADS
         scratch = Scratch(packed + Scratch.SLACK + tile * of_quad, budget, inputs.plan.device)

@@ -22,7 +22,9 @@ class Scratch:
 
     def __init__(self, nbytes: int, limit: int, device: torch.device) -> None:
         needed = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        size = max(needed, min(1 << needed.bit_length(), limit // _ALIGNMENT * _ALIGNMENT))
+        size = max(
+            needed, min(1 << max(needed - 1, 1).bit_length(), limit // _ALIGNMENT * _ALIGNMENT)
+        )
         self._memory = torch.empty(size, dtype=torch.uint8, device=device)
         self._as = {torch.uint8: self._memory}  # the same as other dtypes
         self._kept = self._next = 0

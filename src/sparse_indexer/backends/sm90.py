@@ -38,28 +38,29 @@ _KERNELS = (
 
 
 class _Sm90Candidates(Candidates):
-    """Tables by slot. `blocks`, by row, is made when somebody asks."""
+    """Tables by slot. `blocks`, by row, is made anew for whoever asks."""
 
     def __init__(self, plan: PrefillPlan, quads: Quads, tables: Tables) -> None:
         self.plan = plan
         self.quads = quads
         self.tables = tables
         self.stream = torch.cuda.current_stream(plan.device)
-        self.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self.ready.record(self.stream)
-        self._by_row: torch.Tensor | None = None
+        self.ready: torch.cuda.Event | None = None
+        if not torch.cuda.is_current_stream_capturing():  # else only a replay makes the tables
+            self.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self.ready.record(self.stream)
 
     @property
     def blocks(self) -> torch.Tensor:
-        if self._by_row is None:
-            self.wait()
-            self._by_row = self.tables.blocks.flatten(0, 1)[self.quads.slots.long()]
-        return self._by_row
+        self.wait()
+        return self.tables.blocks.flatten(0, 1)[self.quads.slots.long()]
 
     def wait(self) -> None:
         """Let the current stream read the tables."""
         stream = torch.cuda.current_stream(self.plan.device)
-        if stream == self.stream or torch.cuda.is_current_stream_capturing():
+        if stream == self.stream or self.ready is None:
+            return
+        if torch.cuda.is_current_stream_capturing():  # which began when the device was idle
             return
         stream.wait_event(self.ready)
         for tensor in (*self.tables, *self.quads[1:]):
@@ -76,8 +77,9 @@ class Sm90Indexer:
         device: a CUDA device.
         topk: positions a row selects.
         topk_blocks: blocks of 8 positions a row publishes.
-        memory_budget: bytes of scratch beside inputs, outputs and published tables, at most. The
-            keys of a request are packed in it: 144 bytes a position, 272 in halves.
+        memory_budget: bytes of scratch beside inputs, outputs and tables, at most. The keys of a
+            request are packed in it: 144 bytes a position, 272 in halves. Tables are what a publish
+            returns (the candidates of another backend are put into such), and 16 bytes a row.
 
     Its kernels are built and loaded here, so that calls need no compiler and can be captured.
 

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sm90 backend among other work: graphs, streams, interleaved calls, memory, no sync."""
+
+import gc
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from sm90_support import (
+    DEVICE,
+    Layers,
+    layers,
+    needs_hopper,
+    poisoned,
+    run,
+    same,
+    sm90,
+)
+
+from sparse_indexer import IndexQ, PrefillIndexerInputs, plan_prefill
+from sparse_indexer.inputs import IndexKPool
+from sparse_indexer.testing import random_queries, with_queries
+
+pytestmark = [pytest.mark.gpu, needs_hopper]
+
+MiB = 1 << 20
+LENS = [[3000 + 5 * i for i in range(37)], [], [1900 - i for i in range(20)], [40, 0, 5000]]
+OPTIONS = {"topk": 64, "topk_blocks": 100}
+TAIL = [5, 0, 0, 2]
+
+
+def copied(to: PrefillIndexerInputs, of: PrefillIndexerInputs) -> None:
+    """The values of one layer into the tensors of another."""
+    for a, b in (
+        (to.index_q.values, of.index_q.values),
+        (to.index_q.scales, of.index_q.scales),
+        (to.index_k.pages, of.index_k.pages),
+    ):
+        a.view(torch.uint8).copy_(b.view(torch.uint8))
+    to.head_weights.copy_(of.head_weights)
+    to.plan.compressed_lens.copy_(of.plan.compressed_lens)
+    to.plan.page_table.copy_(of.plan.page_table)
+
+
+def test_a_graph_replays_with_other_lengths_queries_and_keys() -> None:
+    """The same pages, page tables, queries and lengths, overwritten; contexts are the largest."""
+    source, consumer = layers(LENS)
+    indexer = sm90(**OPTIONS)
+    rows = source.plan.num_rows
+    run(indexer, source, consumer)
+    own, selected, full = (poisoned(source, 64) for _ in range(3))
+    of_tail = torch.full((sum(TAIL), 64), 7, dtype=torch.int32, device=DEVICE)
+    tail_rows = source.plan.tail_rows(TAIL)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        candidates = indexer.publish_prefill(source, own)
+        blocks = candidates.blocks
+        indexer.select_prefill(candidates, consumer, selected)
+        indexer.topk_prefill(consumer, full)
+        tail = indexer.prefill_tail(candidates, TAIL)
+        q, plan = consumer.index_q, tail.plan
+        queries = IndexQ(q.values[tail_rows], q.scales[tail_rows])
+        weights = consumer.head_weights[tail_rows]
+        tail_inputs = PrefillIndexerInputs(plan, queries, weights, consumer.index_k)
+        indexer.select_prefill(tail, tail_inputs, of_tail)
+    seen = []
+    for seed in (0, 1, 2):
+        lens = [[max(0, n - 211 * seed - i) for i, n in enumerate(request)] for request in LENS]
+        if seed == 2:
+            lens = [[n // 30 for n in request] for request in lens]
+        other = layers(LENS, seed=seed)
+        flat = [n for request in lens for n in request]
+        other.source.plan.compressed_lens.copy_(torch.tensor(flat, dtype=torch.int32))
+        copied(source, other.source)
+        copied(consumer, other.consumer)
+        for out in (own, selected, full, of_tail, blocks):
+            out.fill_(7)
+        graph.replay()
+        want = run(sm90(**OPTIONS), source, consumer)
+        assert (blocks.shape, len(want.blocks)) == ((rows, 100), rows)
+        for got, expected in zip((blocks, own, selected, full), want, strict=True):
+            assert torch.equal(got, expected)
+        assert torch.equal(of_tail, want.selected[tail_rows])
+        seen.append(want)
+    assert not same(seen[0], seen[1])
+    assert not same(seen[1], seen[2])
+
+
+def test_candidates_of_a_graph_are_readable_after_it() -> None:
+    source, consumer = layers(LENS)
+    indexer = sm90(**OPTIONS)
+    want = run(indexer, source, consumer)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        candidates = indexer.publish_prefill(source)
+    graph.replay()
+    selected = poisoned(consumer, 64)
+    indexer.select_prefill(candidates, consumer, selected)
+    assert torch.equal(selected, want.selected)
+    assert torch.equal(candidates.blocks, want.blocks)
+
+
+def late(milliseconds: int) -> None:
+    """Keeps the current stream busy, at some 2 GHz."""
+    torch.cuda._sleep(milliseconds * 2_000_000)
+
+
+def test_publish_on_one_stream_and_select_on_another() -> None:
+    """The caller need not synchronize, and candidates may go as soon as the call is made."""
+    cases = [layers(LENS, seed=seed) for seed in range(3)]
+    indexer = sm90(**OPTIONS)
+    want = [run(indexer, *both) for both in cases]
+    outs = [poisoned(cases[0].source, 64) for _ in range(12)]
+    tails = [torch.full((sum(TAIL), 100), 7, dtype=torch.int32, device=DEVICE) for _ in outs]
+    one, two = torch.cuda.Stream(), torch.cuda.Stream()
+    for stream in (one, two):
+        stream.wait_stream(torch.cuda.current_stream())
+    for i, (out, tail) in enumerate(zip(outs, tails, strict=True)):
+        source, consumer = cases[i % 3]
+        with torch.cuda.stream(one):
+            late(5)
+            candidates = indexer.publish_prefill(source)
+        with torch.cuda.stream(two):  # falls behind: the next publish comes before this select
+            late(10)
+            indexer.select_prefill(candidates, consumer, out)
+            tail.copy_(indexer.prefill_tail(candidates, TAIL).blocks)
+        del candidates  # its memory is the next publish's, but not before it has been read
+    for stream in (one, two):
+        torch.cuda.current_stream().wait_stream(stream)
+    tail_rows = cases[0].source.plan.tail_rows(TAIL)
+    for i, (out, tail) in enumerate(zip(outs, tails, strict=True)):
+        assert torch.equal(out, want[i % 3].selected)
+        assert torch.equal(tail, want[i % 3].blocks[tail_rows])
+
+
+def test_interleaved_indexers_and_requests() -> None:
+    """And candidates outlive many later publishes, read or unread."""
+    cases = [layers(LENS, seed=1), layers([[700, 5001], [16, 2000]], "fp4", heads=64, seed=2)]
+    indexers = [sm90(**OPTIONS), sm90(topk=40, topk_blocks=33, memory_budget=2 * MiB)]
+    want = {(i, c): run(indexers[i], *cases[c]) for i in range(2) for c in range(2)}
+    held = {}
+    for i, c in ((0, 0), (1, 1), (1, 0), (0, 1)):
+        own = poisoned(cases[c].source, indexers[i].topk)
+        held[i, c] = indexers[i].publish_prefill(cases[c].source, own), own
+    assert torch.equal(held[0, 0][0].blocks, want[0, 0].blocks)
+    for _ in range(5):
+        for indexer in indexers:
+            for both in cases:
+                indexer.publish_prefill(both.source)
+                indexer.topk_prefill(both.source, poisoned(both.source, indexer.topk))
+    for i, c in ((1, 0), (0, 0), (0, 1), (1, 1), (1, 0), (0, 0)):
+        candidates, own = held[i, c]
+        selected = poisoned(cases[c].consumer, indexers[i].topk)
+        indexers[i].select_prefill(candidates, cases[c].consumer, selected)
+        assert torch.equal(selected, want[i, c].selected)
+        assert torch.equal(own, want[i, c].own)
+        assert torch.equal(candidates.blocks, want[i, c].blocks)
+
+
+def test_candidates_outlive_their_indexer() -> None:
+    source, consumer = layers(LENS)
+    want = run(sm90(**OPTIONS), source, consumer)
+    candidates = sm90(**OPTIONS).publish_prefill(source)
+    gc.collect()
+    for seed in range(3):
+        run(sm90(**OPTIONS), *layers(LENS, seed=seed))
+    selected = poisoned(consumer, 64)
+    sm90(**OPTIONS).select_prefill(candidates, consumer, selected)
+    assert torch.equal(selected, want.selected)
+    assert torch.equal(candidates.blocks, want.blocks)
+
+
+@contextmanager
+def no_synchronization() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it warns that it is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("budget", [MiB, 256 * MiB])
+def test_no_method_synchronizes(budget: int) -> None:
+    source, consumer = layers(LENS)
+    indexer = sm90(**OPTIONS, memory_budget=budget)
+    want = run(indexer, source, consumer)
+    own, selected, full = (poisoned(source, 64) for _ in range(3))
+    positions = [n - 1 for request in LENS for n in request]
+    counts = [len(request) for request in LENS]
+    with no_synchronization():
+        plan = plan_prefill(positions, counts, page_table=source.plan.page_table)
+        again = [
+            PrefillIndexerInputs(plan, of.index_q, of.head_weights, of.index_k)
+            for of in (source, consumer)
+        ]
+        candidates = indexer.publish_prefill(again[0], own)
+        indexer.select_prefill(candidates, again[1], selected)
+        indexer.select_prefill(candidates, consumer, selected)  # another plan of the same rows
+        indexer.topk_prefill(again[1], full)
+        tail = indexer.prefill_tail(candidates, TAIL)
+        of_tail, blocks = tail.blocks, candidates.blocks
+    for got, expected in zip((blocks, own, selected, full), want, strict=True):
+        assert torch.equal(got, expected)
+    assert torch.equal(of_tail, want.blocks[source.plan.tail_rows(TAIL)])
+
+
+def large(rows: int, positions: int) -> Layers:
+    return layers([[positions - rows + 1 + i for i in range(rows)]])
+
+
+def free_memory() -> None:
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
+def tensor_bytes(*tensors: torch.Tensor) -> int:
+    """As they are allocated, in units of 512 bytes."""
+    return sum(-(-tensor.nbytes // 512) * 512 for tensor in tensors)
+
+
+@pytest.mark.parametrize("budget", [64 * MiB, 256 * MiB])
+def test_scratch_stays_within_the_budget(budget: int) -> None:
+    source, consumer = large(4096, 131_072)
+    indexer = sm90(memory_budget=budget)
+    own, selected = poisoned(source, 512), poisoned(source, 512)
+    free_memory()
+
+    def peak_beyond(before: int) -> int:
+        peak = torch.cuda.max_memory_allocated() - before
+        torch.cuda.reset_peak_memory_stats()
+        return peak
+
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    candidates = indexer.publish_prefill(source, own)
+    published = torch.cuda.memory_allocated() - before
+    assert published < 1.01 * tensor_bytes(*candidates.tables, *candidates.quads[1:])
+    assert published + budget // 4 < peak_beyond(before) <= published + budget
+    before = torch.cuda.memory_allocated()
+    indexer.select_prefill(candidates, consumer, selected)
+    assert torch.cuda.memory_allocated() == before
+    assert budget // 4 < peak_beyond(before) <= budget
+    assert ((own >= 0) & (own < 131_072)).all()
+    assert ((selected >= 0) & (selected < 131_072)).all()
+
+
+def test_reserved_memory_is_flat_over_growing_chunks() -> None:
+    """A prefill of 131,072 positions in 16 chunks, the last candidates gone before the next."""
+    rows, step = 2048, 8192
+    whole = layers([[16 * step]]).source
+    assert isinstance(whole.index_k, IndexKPool)
+    queries, weights = random_queries(rows, 32, "fp8", seed=1, device=DEVICE)
+    indexer = sm90()
+    out = torch.empty(rows, 512, dtype=torch.int32, device=DEVICE)
+    free_memory()
+    reserved = []
+    for chunk in range(1, 17):
+        positions = list(range(chunk * step - rows, chunk * step))
+        plan = plan_prefill(positions, [rows], page_table=whole.plan.page_table)
+        source = PrefillIndexerInputs(plan, queries, weights, whole.index_k)
+        consumer = with_queries(source, queries, weights.flip(0))
+        candidates = indexer.publish_prefill(source, out)
+        for _ in range(2):
+            indexer.select_prefill(candidates, consumer, out)
+        tail = indexer.prefill_tail(candidates, [128])
+        assert tail.num_rows == 128
+        assert ((out >= 0) & (out < chunk * step)).all()
+        del candidates, tail
+        reserved.append(torch.cuda.memory_reserved())
+    assert len(set(reserved[3:])) == 1, reserved
+    assert reserved[-1] > 0
