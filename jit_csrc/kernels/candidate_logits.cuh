@@ -32,7 +32,9 @@ struct CandidateLogits {
   static constexpr int kBlockBytes = packed_keys::block_bytes(kKeyBytes);
   static constexpr int kStageBlocks = candidate_logits_config::kStageBlocks;
   static constexpr int kTiles = kStageBlocks / 8 / kWarpgroups;  // of a stage, for a warpgroup
-  static constexpr int kUnitStages = candidate_logits_config::kUnitStages;
+  // Of halves half as many: half the code to compile.
+  static constexpr int kUnitStages =
+      candidate_logits_config::kUnitStages / (E == Element::kE4m3 ? 1 : 2);
   static constexpr int kCopyBytes = packed_keys::used_bytes(kKeyBytes);
   static constexpr int kStageBytes = kStageBlocks * kBlockBytes;
   static constexpr int kQueryBytes = Sum::kN * kKeyBytes;
@@ -267,13 +269,13 @@ struct CandidateLogits {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const float logit = S::finish(chains, r) * scale[r];
-          if (at[r] >= 0) *reinterpret_cast<float*>(out + at[r]) = logit;
+          if (at[r] >= 0) store(out + at[r], logit);
         }
       } else {  // two lanes have both logits, each writes one
         const float logits[2] = {S::finish(chains, 0) * scale[0], S::finish(chains, 1) * scale[1]};
         const bool odd = place.lane & 1;
         const int mine = odd ? at[1] : at[0];
-        if (mine >= 0) *reinterpret_cast<float*>(out + mine) = odd ? logits[1] : logits[0];
+        if (mine >= 0) store(out + mine, odd ? logits[1] : logits[0]);
       }
     };
 
@@ -319,6 +321,12 @@ struct CandidateLogits {
         }
       }
     }
+  }
+
+  // To global memory, which the compiler cannot tell of a pointer that it must not compute again.
+  static __device__ __forceinline__ void store(char* at, float value) {
+    asm volatile("st.global.f32 [%0], %1;" ::"l"(__cvta_generic_to_global(at)), "f"(value)
+                 : "memory");
   }
 
   // Waits until at most one MMA is under way, or none.

@@ -36,7 +36,9 @@ struct DenseBlockKeys {
   static constexpr int kQueryBytes = 2 * kN * kWarpgroups * kKeyBytes;
   static constexpr int kStages = dense_block_keys_config::stages(kKeyBytes);
   static constexpr int kStageBytes = 8 * kBlockBytes;  // the positions of an MMA
-  static constexpr int kUnitBlocks = dense_block_keys_config::kUnitBlocks;
+  // Of halves half as many: half the code to compile.
+  static constexpr int kUnitBlocks =
+      dense_block_keys_config::kUnitBlocks / (E == Element::kE4m3 ? 1 : 2);
   static constexpr int kUnitStages = kUnitBlocks / 8;
   static_assert(kGroupQuads == dense_block_keys_config::quads_of_group(Heads),
                 "as the host has it");
