@@ -11,16 +11,18 @@ import torch
 from sm90_support import (
     DEVICE,
     Layers,
+    Results,
     layers,
     needs_hopper,
+    pick,
     poisoned,
     run,
     same,
     sm90,
 )
 
-from sparse_indexer import IndexQ, PrefillIndexerInputs, plan_prefill
-from sparse_indexer.inputs import IndexKPool
+from sparse_indexer import IndexQ, PrefillIndexerInputs, PrefillPlan, plan_prefill
+from sparse_indexer.inputs import IndexKPool, flat_index_k
 from sparse_indexer.testing import random_queries, with_queries
 
 pytestmark = [pytest.mark.gpu, needs_hopper]
@@ -250,16 +252,16 @@ def test_scratch_stays_within_the_budget(budget: int) -> None:
 
 
 def test_reserved_memory_is_flat_over_growing_chunks() -> None:
-    """A prefill of 131,072 positions in 16 chunks, the last candidates gone before the next."""
-    rows, step = 2048, 8192
-    whole = layers([[16 * step]]).source
+    """A prefill of 262,144 positions in 64 chunks, the last candidates gone before the next."""
+    rows = step = 4096
+    whole = layers([[64 * step]]).source
     assert isinstance(whole.index_k, IndexKPool)
     queries, weights = random_queries(rows, 32, "fp8", seed=1, device=DEVICE)
     indexer = sm90()
     out = torch.empty(rows, 512, dtype=torch.int32, device=DEVICE)
     free_memory()
     reserved = []
-    for chunk in range(1, 17):
+    for chunk in range(1, 65):
         positions = list(range(chunk * step - rows, chunk * step))
         plan = plan_prefill(positions, [rows], page_table=whole.plan.page_table)
         source = PrefillIndexerInputs(plan, queries, weights, whole.index_k)
@@ -272,5 +274,34 @@ def test_reserved_memory_is_flat_over_growing_chunks() -> None:
         assert ((out >= 0) & (out < chunk * step)).all()
         del candidates, tail
         reserved.append(torch.cuda.memory_reserved())
-    assert len(set(reserved[3:])) == 1, reserved
+    assert len(set(reserved[16:])) == 1, reserved  # scratch is as large as the budget from there on
     assert reserved[-1] > 0
+
+
+def test_a_million_positions_for_2049_rows() -> None:
+    """More rows than a tile and a last group of one: each row as if it were alone."""
+    rows, positions, distinct = 2049, 1 << 20, 64 * 64
+    generator = torch.Generator().manual_seed(5)
+    pages = torch.randint(64, (1, positions // 64), generator=generator).int().to(DEVICE)
+    pool = IndexKPool.empty(64, 64, "fp8", device=DEVICE)
+    keys = flat_index_k(torch.randn(distinct, 128, device=DEVICE), "fp8")
+    pool.write(torch.arange(distinct, device=DEVICE), keys)
+    lens = torch.arange(positions - rows + 1, positions + 1, dtype=torch.int32, device=DEVICE)
+    plan = PrefillPlan(
+        compressed_lens=lens,
+        request_of_row=torch.zeros_like(lens),
+        rows_per_request=[rows],
+        context_lens=[positions],
+        page_table=pages,
+    )
+    queries = [random_queries(rows, 32, "fp8", seed=2 + i, device=DEVICE) for i in range(2)]
+    source = PrefillIndexerInputs(plan, *queries[0], pool)
+    consumer = with_queries(source, *queries[1])
+    indexer = sm90()
+    got = run(indexer, source, consumer)
+    some = [0, 1, 777, 1024, 2047, 2048]
+    alone = run(indexer, pick(source, some), pick(consumer, some))
+    assert Results(*(part[some] for part in got)) == alone
+    newest = (lens.long() - 1) // 8
+    assert (got.blocks == newest[:, None]).any(1).all()
+    assert ((got.full >= 0) & (got.full < lens[:, None])).all()
