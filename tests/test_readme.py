@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from sparse_indexer.testing import sparse_attention_reference
+
 README = (Path(__file__).parents[1] / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
@@ -46,8 +48,16 @@ def test_the_attention_backend_example_selects() -> None:
     assert made["tail"].blocks.tolist() == made["candidates"].blocks[[1, 4]].tolist()
 
 
+def test_the_attention_example_attends() -> None:
+    made = run(BLOCKS[2])
+    options = {"sink": torch.zeros(64), "scale": 192**-0.5, "value_dim": 512}
+    want = sparse_attention_reference(made["q"], made["pool"], made["slots"], **options)
+    assert made["out"].shape == (3, 64, 512)
+    torch.testing.assert_close(made["out"].double(), want, rtol=2.0**-10, atol=1e-5)
+
+
 def test_the_conformance_example_passes(capsys: pytest.CaptureFixture[str]) -> None:
-    run(BLOCKS[2])
+    run(BLOCKS[3])
     assert "mask: 0 of" in capsys.readouterr().out
 
 

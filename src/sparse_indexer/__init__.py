@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from sparse_indexer.attention import sparse_attention
     from sparse_indexer.errors import BackendUnavailable, JitError
     from sparse_indexer.factory import make_candidate_indexer
     from sparse_indexer.formats import (
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
         flat_index_k,
         plan_prefill,
     )
+    from sparse_indexer.kv_pool import KVPool
     from sparse_indexer.protocol import CandidateIndexer, Candidates
 
 __version__ = "0.1.0"
@@ -38,6 +40,7 @@ _HOMES = {
     "IndexKPool": "sparse_indexer.inputs",
     "IndexQ": "sparse_indexer.inputs",
     "JitError": "sparse_indexer.errors",
+    "KVPool": "sparse_indexer.kv_pool",
     "PrefillIndexerInputs": "sparse_indexer.inputs",
     "PrefillPlan": "sparse_indexer.inputs",
     "dequantize_fp4": "sparse_indexer.formats",
@@ -48,6 +51,7 @@ _HOMES = {
     "plan_prefill": "sparse_indexer.inputs",
     "quantize_fp4": "sparse_indexer.formats",
     "quantize_fp8": "sparse_indexer.formats",
+    "sparse_attention": "sparse_indexer.attention",
 }
 
 __all__ = [
@@ -58,6 +62,7 @@ __all__ = [
     "IndexKPool",
     "IndexQ",
     "JitError",
+    "KVPool",
     "PrefillIndexerInputs",
     "PrefillPlan",
     "dequantize_fp4",
@@ -68,6 +73,7 @@ __all__ = [
     "plan_prefill",
     "quantize_fp4",
     "quantize_fp8",
+    "sparse_attention",
 ]
 
 

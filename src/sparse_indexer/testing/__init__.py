@@ -30,6 +30,7 @@ from sparse_indexer.testing.data import (
 )
 from sparse_indexer.testing.oracle import oracle_logits, oracle_publish, oracle_select
 from sparse_indexer.testing.overlap import block_overlap, block_union, overlapping_queries
+from sparse_indexer.testing.sparse_attention import sparse_attention_reference
 
 __all__ = [
     "CASES",
@@ -58,6 +59,7 @@ __all__ = [
     "positions_problem",
     "random_keys",
     "random_queries",
+    "sparse_attention_reference",
     "tail_inputs",
     "with_queries",
 ]
