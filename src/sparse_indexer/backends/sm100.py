@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `sm100` backend: datacenter Blackwell, scored by DeepGEMM.
+
+A source's logits are written a tile of rows at a time, and read twice: for the key of each block,
+and for its own selection. Consumers' logits are those of candidates only, in pages where they lie.
+Tables are kept by request, whatever the rows' mapping, so that neighbors are scored in pairs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from sparse_indexer.deep_gemm_api import MAX_BLOCKS, DeepGemm, gather_queries
+from sparse_indexer.dense_tiles import DenseTile, dense_tiles, unread_logits
+from sparse_indexer.devices import resolve_device
+from sparse_indexer.errors import describe, expect_int, mismatch
+from sparse_indexer.formats import INT32_MAX
+from sparse_indexer.index_k import IndexKPool
+from sparse_indexer.inputs import BLOCK_SIZE, PrefillIndexerInputs, expect_out_positions
+from sparse_indexer.pair_candidates import (
+    Pages,
+    PairCandidates,
+    Schedules,
+    make_schedules,
+    pages_of,
+    tile_rows,
+)
+from sparse_indexer.plan import PrefillPlan
+from sparse_indexer.protocol import Candidates, expect_candidates
+from sparse_indexer.row_ops import row_ops
+from sparse_indexer.row_order import RowOrder, row_order
+
+_COLUMNS = f"a multiple of 4 of at most {MAX_BLOCKS}"
+
+
+class Sm100Indexer:
+    """`CandidateIndexer` on datacenter Blackwell (compute capability 10.x), by DeepGEMM.
+
+    fp4 keys with fp4 queries, at most 64 heads. Consumers read a pool of planar pages, where they
+    lie: their stride is a multiple of 128 bytes, or of 512 before DeepGEMM 0.2.5. Sources and full
+    layers take flat keys and any pages, too, and before 0.2.5 fp8 keys with fp8 queries; but a
+    source whose dense logits are rounded otherwise than those of candidates (before 0.2.5, or more
+    than 32 heads) selects its own positions as a consumer does.
+
+    Logits are rounded as DeepGEMM does: those of candidates to bfloat16 in each step of the sum of
+    heads (so a sum that cancels has few bits left), dense ones likewise, but before 0.2.5 to
+    float32.
+
+    Args:
+        device: a CUDA device; a CPU with an emulator.
+        topk: positions a row selects.
+        topk_blocks: blocks of 8 positions a row publishes, a multiple of 4 of at most 4096.
+        memory_budget: bytes of scratch beside inputs, outputs and what a publish returns, at most.
+            That is a table of 4 bytes a block, and what DeepGEMM takes to schedule it, which is
+            about 9 bytes a block.
+        deep_gemm: the module or an emulator of it; `None`: the package `deep_gemm`.
+
+    Raises:
+        ValueError: an option is out of range; from the methods also: keys, pages or queries that
+            the installed version does not read (the message says what fits), or a budget below
+            what the longest request takes.
+        BackendUnavailable: DeepGEMM is missing or too old, or a kernel can be neither built nor
+            loaded.
+    """
+
+    name = "sm100"
+
+    def __init__(
+        self,
+        device: torch.device | str,
+        *,
+        topk: int = 512,
+        topk_blocks: int = 2048,
+        memory_budget: int = 256 << 20,
+        deep_gemm: Any = None,
+    ) -> None:
+        self.device = resolve_device(device)
+        if self.device.type not in ("cuda", "cpu"):
+            raise mismatch("device", "a CUDA device", str(self.device))
+        self.topk = expect_int("topk", topk, 0, 1 << 15)
+        self.topk_blocks = expect_int("topk_blocks", topk_blocks, 1, MAX_BLOCKS)
+        if topk_blocks % 4:
+            raise mismatch("topk_blocks", _COLUMNS, f"{topk_blocks}")
+        self.memory_budget = expect_int("memory_budget", memory_budget, 1)
+        self._deep_gemm = DeepGemm(deep_gemm)
+        self._ops = row_ops(self.device, self.name)
+        self._pool = torch.cuda.MemPool() if self.device.type == "cuda" else None
+
+    @torch.no_grad()
+    def publish_prefill(
+        self, inputs: PrefillIndexerInputs, out_positions: torch.Tensor | None = None
+    ) -> Candidates:
+        """See `CandidateIndexer.publish_prefill`. Tables live in a pool of their own."""
+        self._expect(inputs, out_positions)
+        plan, pool, n = inputs.plan, inputs.index_k, self.topk_blocks
+        paged = isinstance(pool, IndexKPool) and pool.format == "fp4"  # as candidates are read
+        # Its own positions are what it would select as a consumer: out of the same logits if those
+        # of candidates are no others, and of as many blocks as may be needed.
+        alike = not paged or self._deep_gemm.rounds_alike(inputs.num_heads)
+        together = out_positions is not None and alike and self.topk < n
+        if out_positions is not None and not together:
+            self._deep_gemm.expect_pool(inputs)
+        order, table = self._empty_table(plan, n)
+        needed = min(n * BLOCK_SIZE, self.topk) if together else n * BLOCK_SIZE
+        for tile in self._tiles(inputs, order, needed):
+            self._publish(tile, inputs, order, table, out_positions if together else None)
+        schedules = None
+        if isinstance(pool, IndexKPool) and paged and max(plan.context_lens, default=0):
+            schedules = self._schedules(plan, order, table, pages_of(pool))
+        candidates = PairCandidates(plan, order, table, schedules)
+        if out_positions is not None and not together:
+            self.select_prefill(candidates, inputs, out_positions)
+        return candidates
+
+    @torch.no_grad()
+    def select_prefill(
+        self, candidates: Candidates, inputs: PrefillIndexerInputs, out_positions: torch.Tensor
+    ) -> None:
+        """See `CandidateIndexer.select_prefill`. Takes any backend's candidates."""
+        self._expect(inputs, out_positions, wanted=True)
+        pool, plan = self._deep_gemm.expect_pool(inputs), inputs.plan
+        schedules = None
+        if isinstance(candidates, PairCandidates) and candidates.plan is plan:
+            candidates.wait()
+            order, table, schedules = candidates.order, candidates.table, candidates.schedules
+        else:
+            blocks = expect_candidates(candidates, inputs, self.device)
+            if blocks.shape[1] % 4 or not 0 < blocks.shape[1] <= MAX_BLOCKS:
+                raise mismatch("candidates.blocks", f"{_COLUMNS} columns", blocks)
+            order, table = self._empty_table(plan, blocks.shape[1])
+            torch.index_select(blocks, 0, order.rows, out=table)
+        n = table.shape[1]
+        if min(n * BLOCK_SIZE, max(plan.context_lens, default=0)) <= self.topk:
+            logits = unread_logits(order.rows, n * BLOCK_SIZE)
+            self._select(logits, inputs, order, slice(None), out_positions, table)
+            return
+        rows = tile_rows(plan, pool.page_size, n, self.memory_budget)
+        if schedules is None or schedules.pages != pages_of(pool) or schedules.rows > rows:
+            schedules = self._schedules(plan, order, table, pages_of(pool))
+        for part, metadata in schedules.tiles:
+            queries = gather_queries(inputs, order.rows[part])
+            logits = self._deep_gemm.candidate_logits(queries, pool, metadata, n)
+            self._select(logits, inputs, order, part, out_positions, table[part])
+            del queries, logits  # before the next tile's are made
+
+    @torch.no_grad()
+    def prefill_tail(self, candidates: Candidates, tail_lens: Sequence[int]) -> Candidates:
+        """See `CandidateIndexer.prefill_tail`."""
+        if not isinstance(candidates, Candidates):
+            raise mismatch("candidates", "Candidates", candidates)
+        rows, plan = candidates.plan.tail_rows(tail_lens), candidates.plan.tail(tail_lens)
+        pages = None
+        if isinstance(candidates, PairCandidates):
+            candidates.wait()
+            source, rows = candidates.table, candidates.order.places[rows]
+            pages = None if candidates.schedules is None else candidates.schedules.pages
+        else:
+            source = candidates.blocks
+        order, table = self._empty_table(plan, source.shape[1])
+        torch.index_select(source, 0, rows[order.rows], out=table)
+        schedules = None if pages is None else self._schedules(plan, order, table, pages)
+        return PairCandidates(plan, order, table, schedules)
+
+    @torch.no_grad()
+    def topk_prefill(self, inputs: PrefillIndexerInputs, out_positions: torch.Tensor) -> None:
+        """See `CandidateIndexer.topk_prefill`."""
+        self._expect(inputs, out_positions, wanted=True)
+        order = row_order(inputs.plan)
+        for tile in self._tiles(inputs, order, self.topk):
+            self._select(tile.logits(), inputs, order, tile.part, out_positions)
+            del tile
+
+    def _tiles(
+        self, inputs: PrefillIndexerInputs, order: RowOrder, needed_beyond: int
+    ) -> Iterator[DenseTile]:
+        api, budget = self._deep_gemm, self.memory_budget
+        return dense_tiles(api, inputs, order, needed_beyond=needed_beyond, budget=budget)
+
+    def _publish(
+        self,
+        tile: DenseTile,
+        inputs: PrefillIndexerInputs,
+        order: RowOrder,
+        table: torch.Tensor,
+        out_positions: torch.Tensor | None,
+    ) -> None:
+        """The blocks of a tile's rows, and if wanted their positions, out of the same logits."""
+        logits, lens = tile.logits(), order.lens[tile.part]
+        shape = (len(logits), -(-tile.width // BLOCK_SIZE))
+        keys = torch.empty(shape, dtype=torch.float32, device=self.device)
+        if shape[1] > self.topk_blocks:
+            self._ops.block_keys(logits, lens, out=keys, skip_blocks=self.topk_blocks)
+        self._ops.topk(
+            keys,
+            lens,
+            out=table[tile.part],
+            per_column=BLOCK_SIZE,
+            force_last=True,
+            unused=INT32_MAX,
+        )
+        if out_positions is not None:
+            self._select(logits, inputs, order, tile.part, out_positions)
+
+    def _select(
+        self,
+        logits: torch.Tensor,
+        inputs: PrefillIndexerInputs,
+        order: RowOrder,
+        part: slice,
+        out_positions: torch.Tensor,
+        blocks: torch.Tensor | None = None,
+    ) -> None:
+        """Positions of some rows, of dense logits or of those of their blocks."""
+        starts = inputs.plan.request_starts
+        self._ops.topk(
+            logits,
+            order.lens[part],
+            out=out_positions,
+            rows=order.rows[part],
+            blocks=blocks,
+            request_of_row=None if starts is None else inputs.plan.request_of_row,
+            request_starts=starts,
+        )
+
+    def _empty_table(self, plan: PrefillPlan, n: int) -> tuple[RowOrder, torch.Tensor]:
+        """The order of a plan's rows, and a table for them.
+
+        DeepGEMM has a kernel for each width of a table, so contexts must not change it.
+        """
+        with self._lasting():
+            shape = (plan.num_rows, n)
+            return row_order(plan), torch.empty(shape, dtype=torch.int32, device=self.device)
+
+    def _schedules(
+        self, plan: PrefillPlan, order: RowOrder, table: torch.Tensor, pages: Pages
+    ) -> Schedules:
+        api, budget = self._deep_gemm, self.memory_budget
+        return make_schedules(api, plan, order, table, pages, budget=budget, lasting=self._lasting)
+
+    @contextlib.contextmanager
+    def _lasting(self) -> Iterator[None]:
+        """What outlives a call does not share memory with scratch: no fragments between chunks."""
+        if self._pool is None or torch.cuda.is_current_stream_capturing():
+            yield
+            return
+        with torch.cuda.use_mem_pool(self._pool, self.device):
+            yield
+
+    def _expect(
+        self,
+        inputs: PrefillIndexerInputs,
+        out_positions: torch.Tensor | None,
+        *,
+        wanted: bool = False,
+    ) -> None:
+        if not isinstance(inputs, PrefillIndexerInputs):
+            raise mismatch("inputs", "PrefillIndexerInputs", describe(inputs))
+        plan = inputs.plan
+        if plan.device != self.device:
+            raise mismatch("inputs", f"tensors on {self.device}", str(plan.device))
+        self._deep_gemm.expect_dense(inputs)
+        if wanted or out_positions is not None:
+            expect_out_positions(out_positions, plan.num_rows, self.topk, self.device)

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepGEMM (package sgl-deep-gemm) as the `sm100` backend calls it, both generations of its API.
+
+                          0.2.0 to 0.2.4            0.2.5
+dense logits              fp4, fp8; float32         fp4; bfloat16, as are the weights
+candidate logits          fp4; bfloat16; 32 heads   the same
+pages of candidates       a stride of n * 512       of n * 128 bytes
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+
+from sparse_indexer.errors import BackendUnavailable, mismatch
+from sparse_indexer.formats import FORMATS, HEAD_DIM, INT32_MAX
+from sparse_indexer.index_k import BLOCK_SIZE, IndexKPool
+from sparse_indexer.inputs import IndexQ, PrefillIndexerInputs
+
+MAX_HEADS = 64
+MAX_BLOCKS = 4096  # candidates of a row
+MAX_ROWS = 1 << 20  # whose candidates are scored at once
+CANDIDATE_HEADS = 32  # that are scored at once
+
+_INSTALL = "pip install 'sgl-deep-gemm>=0.2.0,<0.3'"
+_FP4_BYTES = FORMATS["fp4"].payload_bytes + FORMATS["fp4"].scale_bytes
+_FUNCTIONS = (
+    "fp8_fp4_mqa_logits",
+    "fp8_fp4_paged_sparse_mqa_logits",
+    "get_paged_sparse_mqa_logits_metadata",
+)
+
+
+class Queries(NamedTuple):
+    """Queries of some rows, padded to 32 or 64 heads of weight 0, contiguous."""
+
+    values: torch.Tensor  # [rows, heads, 64] int8 (fp4) or [rows, heads, 128] float8_e4m3fn
+    scales: torch.Tensor | None  # [rows, heads] int32 (fp4)
+    weights: torch.Tensor  # [rows, heads] float32, an fp8 scale in them
+
+
+def query_bytes(heads: int) -> int:
+    """What a row of `Queries` takes: of fp8; of fp4 and once more for 32 of its heads at a time."""
+    return heads * (HEAD_DIM + 2 * 4 + 4 + 2)
+
+
+def padded_heads(heads: int) -> int:
+    """The heads of `Queries`."""
+    return CANDIDATE_HEADS if heads <= CANDIDATE_HEADS else MAX_HEADS
+
+
+def gather_queries(inputs: PrefillIndexerInputs, rows: torch.Tensor) -> Queries:
+    """The queries of `rows` (`[n]` int32)."""
+    index_q: IndexQ = inputs.index_q
+    rest = padded_heads(inputs.num_heads) - inputs.num_heads
+    values, weights = index_q.values[rows], inputs.head_weights[rows].float()
+    scales = None if index_q.scales is None else index_q.scales[rows]
+    if values.dtype == torch.float8_e4m3fn and scales is not None:
+        weights, scales = weights * scales, None
+    stored = values.view(torch.int8)
+    if rest:
+        stored = torch.nn.functional.pad(stored, (0, 0, 0, rest))
+        weights = torch.nn.functional.pad(weights, (0, rest))
+        scales = None if scales is None else torch.nn.functional.pad(scales, (0, rest))
+    if values.dtype == torch.float8_e4m3fn:
+        stored = stored.view(values.dtype)
+    return Queries(stored, scales, weights)
+
+
+def _device_of(tensor: torch.Tensor) -> AbstractContextManager[None]:
+    """The tensor's GPU as the current one; nothing on a CPU."""
+    return torch.cuda.device_of(tensor)  # type: ignore[no-untyped-call]
+
+
+class DeepGemm:
+    """One installed version, or an emulator of it.
+
+    Args:
+        module: `deep_gemm` or what has its functions; `None`: the package is imported.
+
+    Raises:
+        BackendUnavailable: it is missing, cannot be imported, or is too old.
+    """
+
+    def __init__(self, module: Any = None) -> None:
+        if module is None:
+            try:
+                module = importlib.import_module("deep_gemm")
+            except Exception as error:  # of another torch, without a CUDA home, ...
+                why = f"{type(error).__name__}: {error}"
+                raise BackendUnavailable(f"sm100: no DeepGEMM ({why}): {_INSTALL}") from error
+        self._module = module
+        self.version = str(getattr(module, "__version__", "of unknown version"))
+        missing = [name for name in _FUNCTIONS if not callable(getattr(module, name, None))]
+        if missing:
+            has = f"DeepGEMM {self.version} has no {missing[0]}"
+            raise BackendUnavailable(f"sm100: {has}: {_INSTALL}")
+        parameters = inspect.signature(module.fp8_fp4_mqa_logits).parameters
+        self._chooses_dtype = "logits_dtype" in parameters
+        self.logits_dtype = torch.float32 if self._chooses_dtype else torch.bfloat16
+        self.page_alignment = 512 if self._chooses_dtype else 128
+
+    def expect_dense(self, inputs: PrefillIndexerInputs) -> None:
+        """`ValueError` unless `dense_logits` takes such keys and queries."""
+        form, values = inputs.index_k.format, inputs.index_q.values
+        if form not in ("fp4", "fp8"):
+            raise mismatch("index_k", "fp4 or fp8 keys", f"{form}")
+        if form == "fp8" and not self._chooses_dtype:
+            want = f"fp4 keys (DeepGEMM {self.version} reads no others, 0.2.0 to 0.2.4 read fp8)"
+            raise mismatch("index_k", want, form)
+        dtype = FORMATS[form].values_dtype
+        if values.dtype != dtype:
+            name = str(dtype).removeprefix("torch.")
+            raise mismatch("index_q values", f"{name}, as the keys are {form}", values)
+        if inputs.num_heads > MAX_HEADS:
+            raise mismatch("index_q values", f"at most {MAX_HEADS} heads", f"{inputs.num_heads}")
+
+    def expect_pool(self, inputs: PrefillIndexerInputs) -> IndexKPool:
+        """The pool, if `candidate_logits` reads it where it lies; `ValueError` if not."""
+        self.expect_dense(inputs)
+        pool = inputs.index_k
+        if not isinstance(pool, IndexKPool) or pool.format != "fp4":
+            got = f"{'a pool of' if isinstance(pool, IndexKPool) else 'flat'} {pool.format} keys"
+            raise mismatch("index_k", "a pool of fp4 keys, to select among candidates", got)
+        if pool.layout != "planar":
+            raise mismatch("index_k layout", "'planar', as DeepGEMM reads pages", repr(pool.layout))
+        if not pool.num_pages and max(inputs.plan.context_lens, default=0):
+            raise mismatch("index_k pages", "at least 1 page", "none")
+        unit, stride = self.page_alignment, pool.pages.stride(0)
+        if pool.num_pages > 1 and stride % unit:
+            fits = -(-pool.page_size * _FP4_BYTES // unit) * unit
+            rule = f"a multiple of {unit} bytes for DeepGEMM {self.version}"
+            want = f"{rule}, {fits} for {pool.page_size} positions"
+            raise mismatch("index_k page stride", want, f"{stride}")
+        if pool.num_pages > 1 and stride > INT32_MAX:
+            raise mismatch("index_k page stride", f"at most {INT32_MAX} bytes", f"{stride}")
+        if pool.pages.data_ptr() % 16:
+            raise mismatch("index_k pages", "at a multiple of 16 bytes", "another address")
+        return pool
+
+    def rounds_alike(self, heads: int) -> bool:
+        """Is a dense logit of fp4 keys the candidate's logit, bit for bit?"""
+        return not self._chooses_dtype and heads <= CANDIDATE_HEADS
+
+    def logits_bytes(self, width: int) -> int:
+        """What a row of `dense_logits` takes; rows are made a multiple of 8."""
+        return -(-width // 512) * 512 * self.logits_dtype.itemsize
+
+    def dense_logits(
+        self,
+        queries: Queries,
+        keys: tuple[torch.Tensor, torch.Tensor],
+        *,
+        starts: torch.Tensor,
+        lens: torch.Tensor,
+        width: int,
+    ) -> torch.Tensor:
+        """Logits of the first `lens[i]` keys from `starts[i]` on.
+
+        Args:
+            keys: `[n, 64]` int8 and `[n]` int32 (fp4), or `[n, 128]` float8_e4m3fn and float32.
+            starts: `[rows]` int32; lens: `[rows]` int32, at most `width`.
+
+        Returns:
+            `[rows, width]` of `logits_dtype`, rows apart by a multiple of 512 elements; whatever
+            is there past a row's length.
+        """
+        older = {"logits_dtype": self.logits_dtype} if self._chooses_dtype else {}
+        with _device_of(lens):
+            logits: torch.Tensor = self._module.fp8_fp4_mqa_logits(
+                (queries.values, queries.scales),
+                keys,
+                queries.weights.to(self.logits_dtype),
+                starts,
+                starts + lens,
+                max_seqlen_k=width,
+                **older,
+            )
+        return logits
+
+    def schedule(
+        self,
+        blocks: torch.Tensor,
+        *,
+        lens: torch.Tensor,
+        pairs: torch.Tensor,
+        page_table: torch.Tensor,
+        page_size: int,
+    ) -> torch.Tensor:
+        """How candidates are scored, for `candidate_logits`.
+
+        Args:
+            blocks: `[rows, n]` int32, contiguous, n a multiple of 4: ascending block ids.
+            lens: `[rows]` int32: `ceil(lens / 8)` blocks of a row are read, at most n.
+            pairs: `[rows]` int32: neighbors of equal id, at most two, are scored together.
+            page_table: `[rows, pages]` int32, contiguous: that of a pair's first row is read.
+        """
+        with _device_of(lens):
+            metadata: torch.Tensor = self._module.get_paged_sparse_mqa_logits_metadata(
+                lens, page_table, pairs, page_size, blocks, torch.int8, BLOCK_SIZE
+            )
+        return metadata
+
+    def candidate_logits(
+        self, queries: Queries, pool: IndexKPool, metadata: torch.Tensor, n: int
+    ) -> torch.Tensor:
+        """Logits of each row's scheduled blocks, `[rows, n * 8]` bfloat16.
+
+        Sums of more than 32 heads are added up in bfloat16.
+        """
+        pages, size = pool.pages, pool.page_size
+        stride = pages.stride(0) if pool.num_pages > 1 else 512 * size  # of one page: of none
+        kv = pages.as_strided(
+            (len(pages), size, 1, _FP4_BYTES), (stride, _FP4_BYTES, _FP4_BYTES, 1)
+        )
+        assert queries.scales is not None
+        total: torch.Tensor | None = None
+        for first in range(0, queries.values.shape[1], CANDIDATE_HEADS):
+            some = slice(first, first + CANDIDATE_HEADS)
+            values, scales = queries.values[:, None, some], queries.scales[:, None, some]
+            with _device_of(metadata):
+                logits: torch.Tensor = self._module.fp8_fp4_paged_sparse_mqa_logits(
+                    (values.contiguous(), scales.contiguous()),
+                    kv,
+                    queries.weights[:, some].to(torch.bfloat16),
+                    metadata,
+                    n,
+                    BLOCK_SIZE,
+                )
+            total = logits if total is None else total.add_(logits)
+        assert total is not None
+        return total

@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sm100 backend on a CPU, over an emulated DeepGEMM of either generation."""
+
+import msgspec
+import pytest
+import torch
+from sm100_support import (
+    EMULATORS,
+    POISON,
+    Spy,
+    exact_layers,
+    mask,
+    random_layers,
+    run,
+    same,
+    sm100,
+)
+
+import sparse_indexer.dense_tiles as tiles
+import sparse_indexer.testing.check as kit
+from sparse_indexer import IndexKPool, PrefillIndexerInputs
+from sparse_indexer.backends.sm100 import Sm100Indexer
+from sparse_indexer.dense_tiles import dense_tiles
+from sparse_indexer.formats import INT32_MAX
+from sparse_indexer.index_k import StoredKeys
+from sparse_indexer.row_order import row_order
+from sparse_indexer.testing import Case, block_values, check_backend, near_floor_problem
+from sparse_indexer.testing.data import tail_inputs
+
+VERSIONS = list(EMULATORS)
+KiB = 1 << 10
+INTERLEAVED = [6, 1, 3, 2, 1, 6, 3, 1, 4, 2, 3, 1, 6, 3, 1]  # rows of LENS
+
+
+@pytest.mark.parametrize("heads", [32, 64, 20])
+@pytest.mark.parametrize("version", VERSIONS)
+def test_blocks_and_positions_equal_the_mask_backends(version: str, heads: int) -> None:
+    """Of logits that are exact in bfloat16, by the same rules."""
+    layers = exact_layers(heads=heads)
+    got, want = run(sm100(version), *layers), run(mask(), *layers)
+    assert same(got, want)
+    lens = layers[0].plan.compressed_lens
+    assert {0, 1, 192, 193} <= set(lens.tolist())  # 24 blocks, and one position more
+    assert ((got.blocks != INT32_MAX).sum(1) == (-(-lens // 8)).clamp(max=24)).all()
+    assert int((lens > 16).sum()) > len(lens) // 2
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_rows_of_requests_may_be_interleaved(version: str) -> None:
+    """Results are those of the same rows in the order of their requests, and so are the pairs."""
+    starts = [5, 700, 9000, 70_000, 80_000, 90_000, 100_000]
+    layers = exact_layers(request_of_row=INTERLEAVED, request_starts=starts)
+    spy = Spy(version)
+    indexer = Sm100Indexer("cpu", topk=16, topk_blocks=24, deep_gemm=spy)
+    assert same(run(indexer, *layers), run(mask(), *layers))
+    expect_pairs(spy, layers[0], pairs=6)
+
+
+def expect_pairs(spy: Spy, inputs: PrefillIndexerInputs, *, pairs: int) -> None:
+    """The one schedule has so many pairs, each of one request, and no run of more than two."""
+    (arguments,) = spy.of("schedule")
+    lens, page_table, ids = arguments[:3]
+    order = inputs.plan.rows_by_request()
+    requests = inputs.plan.request_of_row[order]
+    assert torch.equal(lens, inputs.plan.compressed_lens[order])
+    counts = torch.unique_consecutive(ids, return_counts=True)[1].tolist()
+    assert len(counts) == len(ids.unique())
+    assert sorted(counts)[-1] == 2
+    assert counts.count(2) == pairs
+    first = 0
+    for count in counts:
+        assert len(set(requests[first : first + count].tolist())) == 1
+        first += count
+    columns = -(-max(inputs.plan.context_lens) // 64)
+    table = inputs.plan.page_table[requests.long(), :columns]
+    used = torch.arange(columns) * 64 < lens[:, None]
+    assert torch.equal(page_table[used], table[used])
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_pairs_never_span_requests(version: str) -> None:
+    source, _ = exact_layers()
+    spy = Spy(version)
+    Sm100Indexer("cpu", topk=16, topk_blocks=24, deep_gemm=spy).publish_prefill(source)
+    expect_pairs(spy, source, pairs=6)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_tail_is_the_rows_of_the_whole(version: str) -> None:
+    source, consumer = exact_layers(request_of_row=INTERLEAVED)
+    spy = Spy(version)
+    indexer = Sm100Indexer("cpu", topk=16, topk_blocks=24, deep_gemm=spy)
+    whole = run(indexer, source, consumer)
+    tail_lens = [0, 3, 1, 4, 0, 0, 2]
+    rows = source.plan.tail_rows(tail_lens)
+    spy.calls.clear()
+    tail = indexer.prefill_tail(whole.candidates, tail_lens)
+    assert not spy.of("fp8_fp4_mqa_logits")
+    assert len(spy.of("schedule")) == 1
+    assert torch.equal(tail.blocks, whole.blocks[rows])
+    out = torch.full((len(rows), 16), POISON, dtype=torch.int32)
+    indexer.select_prefill(tail, tail_inputs(consumer, tail_lens), out)
+    assert torch.equal(out, whole.selected[rows])
+    shorter = [0, 2, 0, 4, 0, 0, 1]
+    again = indexer.prefill_tail(tail, shorter)
+    assert torch.equal(again.blocks, whole.blocks[source.plan.tail_rows(shorter)])
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_random_data_agrees_with_the_mask_backend(version: str) -> None:
+    """On 95 % of positions and blocks; what differs is within 2^-5 of the floor of a selection."""
+    lens = [[2900 + 3 * i for i in range(20)], [1500 + i for i in range(11)]]
+    source, consumer = random_layers(lens)
+    options = {"topk": 64, "topk_blocks": 128}
+    got, oracle = run(sm100(version, **options), source, consumer), mask(**options)
+    want = run(oracle, source, consumer)
+    selected = torch.full_like(want.selected, POISON)
+    oracle.select_prefill(got.candidates, consumer, selected)
+    logits = {layer: oracle.dense_logits(layer) for layer in (source, consumer)}
+    lens_ = source.plan.compressed_lens.long()
+    keys = block_values(logits[source])
+    keys[torch.arange(len(keys)), (lens_ - 1) // 8] = torch.inf
+    pairs = {
+        "blocks": (got.blocks, want.blocks, keys),
+        "own": (got.own, want.own, logits[source]),
+        "selected": (got.selected, selected, logits[consumer]),
+        "full": (got.full, want.full, logits[consumer]),
+    }
+    for name, (have, need, values) in pairs.items():
+        shared = sum(
+            len(set(a) & set(b)) for a, b in zip(have.tolist(), need.tolist(), strict=True)
+        )
+        assert shared >= 0.95 * need.numel(), name
+        floor = values.gather(1, need.long()).amin(1).abs()
+        assert near_floor_problem(have, need, values, floor * 2**-5) is None, name
+    if version == "0.2.5":
+        assert not torch.equal(got.full, want.full)  # or the tolerance proves nothing
+
+
+def within_tolerance(case: Case) -> Case:
+    """The case, its logits rounded; the kit compares positions that no start is added to."""
+
+    def without_starts(inputs: PrefillIndexerInputs) -> PrefillIndexerInputs:
+        plan = msgspec.structs.replace(inputs.plan, request_starts=None)
+        return PrefillIndexerInputs(plan, inputs.index_q, inputs.head_weights, inputs.index_k)
+
+    exact = not case.source.plan.num_rows
+    return Case(without_starts(case.source), without_starts(case.consumer), exact=exact)
+
+
+def own_logits(indexer: Sm100Indexer, inputs: PrefillIndexerInputs) -> torch.Tensor:
+    order = row_order(inputs.plan)
+    shape = (inputs.plan.num_rows, max(inputs.plan.context_lens, default=0))
+    out = torch.full(shape, torch.nan)
+    api = indexer._deep_gemm
+    for tile in dense_tiles(api, inputs, order, needed_beyond=0, budget=indexer.memory_budget):
+        columns = min(tile.width, shape[1])
+        out[order.rows[tile.part].long(), :columns] = tile.logits()[:, :columns].float()
+    return out
+
+
+@pytest.mark.parametrize(
+    ("version", "heads", "topk", "topk_blocks"),
+    [
+        ("0.2.5", 32, 8, 12),
+        ("0.2.5", 32, 64, 100),
+        ("0.2.5", 64, 8, 12),
+        ("older", 32, 8, 12),
+        ("older", 64, 16, 16),
+    ],
+)
+def test_passes_the_conformance_kit(
+    version: str, heads: int, topk: int, topk_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every case, in the formats and pages that it reads; the rules and laws hold to the bit."""
+    loose = {
+        name: lambda config, make=make: within_tolerance(make(config))
+        for name, make in kit.CASES.items()
+    }
+    monkeypatch.setattr(kit, "CASES", loose)
+    indexer = sm100(version, topk=topk, topk_blocks=topk_blocks)
+    alike = version == "0.2.5" and heads == 32
+    report = check_backend(
+        indexer,
+        formats=["fp4"],
+        layouts=["planar"],
+        heads=[heads],
+        page_sizes=[64, 256],
+        tolerance=2**-6,
+        own_logits=(lambda inputs: own_logits(indexer, inputs)) if alike else None,
+    )
+    report.raise_if_failed()
+    assert report.backend == "sm100"
+    assert report.selecting_rows > 40
+
+
+@pytest.mark.parametrize(("version", "heads"), [("0.2.5", 32), ("older", 64)])
+def test_the_budget_changes_nothing_and_is_kept(
+    version: str, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many = [[2900, 2901], *([[2950]] * 6), [700, 20, 0], *([[300 + i] for i in range(9)])]
+    lens = [[3000 + i for i in range(48)], *many]
+    layers = random_layers(lens, heads=heads)
+    want = run(sm100(version, topk_blocks=96), *layers)
+    with pytest.raises(ValueError, match=r"^memory_budget: expected at least \d+ bytes, got 1$"):
+        sm100(version, topk_blocks=96, memory_budget=1).publish_prefill(layers[0])
+    read, held = IndexKPool.read, []
+
+    def reading(pool: IndexKPool, slots: torch.Tensor) -> StoredKeys:
+        held.append(spy.held())
+        return read(pool, slots)
+
+    monkeypatch.setattr(IndexKPool, "read", reading)
+    monkeypatch.setattr(tiles, "_GATHERED", 256)  # or small budgets are but for gathering
+    dense = []
+    for budget in (420 * KiB, 800 * KiB, 3000 * KiB):
+        spy = Spy(version)
+        options = {"topk": 16, "topk_blocks": 96, "memory_budget": budget}
+        indexer = Sm100Indexer("cpu", deep_gemm=spy, **options)
+        assert same(run(indexer, *layers), want)
+        assert budget // 2 < spy.most < budget
+        dense.append(len(spy.of("fp8_fp4_mqa_logits")))
+        assert set(held) == {0}  # when keys are gathered, those before and their logits are gone
+    assert dense[0] > dense[1] > dense[2]
+    # Made for a larger budget, and scored within a smaller one.
+    spy = Spy(version)
+    options["memory_budget"] = 180 * KiB
+    small = Sm100Indexer("cpu", deep_gemm=spy, **options)
+    out = torch.full_like(want.selected, POISON)
+    small.select_prefill(want.candidates, layers[1], out)
+    assert torch.equal(out, want.selected)
+    assert max(spy.of("fp8_fp4_paged_sparse_mqa_logits")) == 8
+    assert spy.most < 180 * KiB
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_candidates_of_64_heads_are_scored_within_the_budget(version: str) -> None:
+    source, consumer = random_layers([[100 + i for i in range(33)]], heads=64)
+    candidates = sm100(version, topk_blocks=512).publish_prefill(source)
+    spy = Spy(version)
+    indexer = Sm100Indexer("cpu", topk=16, memory_budget=200 * KiB, deep_gemm=spy)
+    out, want = (torch.full((33, 16), POISON, dtype=torch.int32) for _ in range(2))
+    indexer.select_prefill(candidates, consumer, out)
+    assert spy.of("fp8_fp4_paged_sparse_mqa_logits") == [8] * 8 + [1] * 2
+    assert 100 * KiB < spy.most < 200 * KiB
+    sm100(version, topk_blocks=512).select_prefill(candidates, consumer, want)
+    assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("method", ["publish", "own", "select", "topk"])
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_least_budget_works(version: str, method: str) -> None:
+    source, consumer = random_layers([[900 + i for i in range(11)], [2000]])
+    candidates = sm100(version).publish_prefill(source)
+
+    def call(budget: int) -> None:
+        indexer = sm100(version, memory_budget=budget)
+        out = torch.full((12, 16), POISON, dtype=torch.int32)
+        if method in ("publish", "own"):
+            indexer.publish_prefill(source, out if method == "own" else None)
+        elif method == "select":
+            indexer.select_prefill(candidates, consumer, out)
+        else:
+            indexer.topk_prefill(source, out)
+
+    with pytest.raises(ValueError, match=r"^memory_budget: expected at least") as error:
+        call(1)
+    least = int(str(error.value).split()[4])
+    with pytest.raises(ValueError, match=f"^memory_budget: .* {least} bytes, got {least - 1}$"):
+        call(least - 1)
+    call(least)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_schedules_are_made_once(version: str) -> None:
+    """At the publish; consumers make none, unless they read other pages."""
+    source, consumer = exact_layers()
+    spy = Spy(version)
+    indexer = Sm100Indexer("cpu", topk=16, topk_blocks=24, deep_gemm=spy)
+    out = torch.empty(source.plan.num_rows, 16, dtype=torch.int32)
+    candidates = indexer.publish_prefill(source, out)
+    for _ in range(3):
+        indexer.select_prefill(candidates, consumer, out)
+    assert len(spy.of("schedule")) == 1
+    want = out.clone()
+    pool = msgspec.structs.replace(consumer.index_k, pages=consumer.index_k.pages[:-1])
+    other = PrefillIndexerInputs(
+        consumer.plan, consumer.index_q, consumer.head_weights, pool
+    )  # its last page belongs to nobody
+    indexer.select_prefill(candidates, other, out)
+    assert len(spy.of("schedule")) == 2
+    assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_rows_that_select_all_they_see_are_not_scored(version: str) -> None:
+    layers = exact_layers([[16, 9, 0, 1], [12]])
+    spy = Spy(version)
+    indexer = Sm100Indexer("cpu", topk=16, topk_blocks=24, deep_gemm=spy)
+    assert same(run(indexer, *layers), run(mask(), *layers))
+    assert {name for name, _ in spy.calls} <= {"schedule"}
+
+
+@pytest.mark.parametrize("lens", [[], [[], []], [[0, 0], [0]]])
+@pytest.mark.parametrize("version", VERSIONS)
+def test_nothing_to_see_launches_nothing(version: str, lens: list[list[int]]) -> None:
+    source, consumer = random_layers(lens) if lens else random_layers([[]])
+    spy = Spy(version)
+    indexer = Sm100Indexer("cpu", topk=16, topk_blocks=24, deep_gemm=spy)
+    assert same(run(indexer, source, consumer), run(mask(), source, consumer))
+    none = [0] * source.plan.num_requests
+    assert not indexer.prefill_tail(indexer.publish_prefill(source), none).num_rows
+    assert not spy.calls
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_candidates_are_exchanged_with_the_mask_backend(version: str) -> None:
+    source, consumer = exact_layers(request_of_row=INTERLEAVED)
+    ours, oracle = sm100(version), mask()
+    published = (ours.publish_prefill(source), oracle.publish_prefill(source))
+    want = torch.full((source.plan.num_rows, 16), POISON, dtype=torch.int32)
+    oracle.select_prefill(published[1], consumer, want)
+    for candidates in published:
+        for indexer in (ours, oracle):
+            out = torch.full_like(want, POISON)
+            indexer.select_prefill(candidates, consumer, out)
+            assert torch.equal(out, want)
+    tail = ours.prefill_tail(published[1], [0, 1, 0, 2, 0, 0, 1])
+    rows = source.plan.tail_rows([0, 1, 0, 2, 0, 0, 1])
+    assert torch.equal(tail.blocks, published[1].blocks[rows])
+    out = torch.full((4, 16), POISON, dtype=torch.int32)
+    ours.select_prefill(tail, tail_inputs(consumer, [0, 1, 0, 2, 0, 0, 1]), out)
+    assert torch.equal(out, want[rows])

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the sm100 backend reads, and what it refuses: keys, pages, queries, DeepGEMM itself."""
+
+import sys
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+import torch
+from sm100_support import EMULATORS, POISON, exact_layers, mask, random_layers, run, same, sm100
+
+from sparse_indexer import (
+    BackendUnavailable,
+    FlatIndexK,
+    IndexKPool,
+    PrefillIndexerInputs,
+)
+from sparse_indexer.backends.sm100 import Sm100Indexer
+from sparse_indexer.deep_gemm_api import DeepGemm
+from sparse_indexer.formats import KeyFormat
+from sparse_indexer.testing import make_inputs, palette_keys, palette_queries, with_queries
+from sparse_indexer.testing.data import Layout
+
+VERSIONS = list(EMULATORS)
+LENS = [[700, 701, 20], [], [650]]
+
+
+def layer(
+    form: KeyFormat = "fp4", layout: Layout = "planar", heads: int = 32, page_size: int = 64
+) -> PrefillIndexerInputs:
+    rows = [n for request in LENS for n in request]
+    keys = [palette_keys(max(lens, default=0), form, seed=i) for i, lens in enumerate(LENS)]
+    queries, weights = palette_queries(len(rows), heads, form, seed=9)
+    counts = [len(lens) for lens in LENS]
+    positions = [n - 1 for n in rows]
+    return make_inputs(
+        queries, weights, keys, positions, counts, layout=layout, page_size=page_size
+    )
+
+
+def empty(inputs: PrefillIndexerInputs) -> torch.Tensor:
+    return torch.full((inputs.plan.num_rows, 16), POISON, dtype=torch.int32)
+
+
+def with_pages(inputs: PrefillIndexerInputs, stride: int, offset: int = 0) -> PrefillIndexerInputs:
+    """The same pages, so many bytes apart, the first one so many beyond a multiple of 16."""
+    pool = inputs.index_k
+    assert isinstance(pool, IndexKPool)
+    storage = torch.full((len(pool.pages) * stride + 16,), 0xFF, dtype=torch.uint8)
+    offset += -storage.data_ptr() % 16
+    pages = storage.as_strided(pool.pages.shape, (stride, 1), offset)
+    pages.copy_(pool.pages)
+    moved = msgspec.structs.replace(pool, pages=pages)
+    return PrefillIndexerInputs(inputs.plan, inputs.index_q, inputs.head_weights, moved)
+
+
+@pytest.mark.parametrize(
+    ("version", "page_size", "stride", "fits"),
+    [
+        ("0.2.5", 64, 4352, None),
+        ("0.2.5", 64, 4608, None),
+        ("0.2.5", 64, 4352 + 64, 4352),
+        ("0.2.5", 8, 544, 640),
+        ("0.2.5", 8, 640, None),
+        ("older", 64, 4608, None),
+        ("older", 64, 4352, 4608),
+        ("older", 128, 8704, None),
+        ("older", 128, 8704 + 128, 8704),
+    ],
+)
+def test_page_strides_that_do_not_fit_are_refused_by_name(
+    version: str, page_size: int, stride: int, fits: int | None
+) -> None:
+    source, consumer = exact_layers(LENS, page_size=page_size)
+    want = run(mask(), source, consumer)
+    both = with_pages(source, stride), with_pages(consumer, stride)
+    indexer = sm100(version)
+    if fits is None:
+        assert same(run(indexer, *both), want)
+        return
+    candidates = indexer.publish_prefill(both[0])
+    assert torch.equal(candidates.blocks, want.blocks)
+    number = EMULATORS[version].generation.version
+    unit = EMULATORS[version].generation.page_stride
+    message = (
+        rf"^index_k page stride: expected a multiple of {unit} bytes for DeepGEMM {number}, "
+        rf"{fits} for {page_size} positions, got {stride}$"
+    )
+    with pytest.raises(ValueError, match=message):
+        indexer.select_prefill(candidates, both[1], empty(consumer))
+    out = empty(consumer)
+    indexer.topk_prefill(both[1], out)
+    assert torch.equal(out, want.full)
+
+
+def test_pages_at_another_address_are_refused() -> None:
+    source, _ = exact_layers(LENS)
+    moved = with_pages(source, 4608, offset=8)
+    indexer = sm100("0.2.5")
+    with pytest.raises(ValueError, match=r"^index_k pages: expected at a multiple of 16 bytes"):
+        indexer.select_prefill(indexer.publish_prefill(moved), moved, empty(source))
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_pool_of_one_page_has_no_stride(version: str) -> None:
+    source, consumer = exact_layers([[60, 59, 64]])
+    pool = source.index_k
+    assert isinstance(pool, IndexKPool)
+    page = int(source.plan.page_table[0, 0])
+    alone = msgspec.structs.replace(pool, pages=pool.pages[page].clone()[None])
+    assert alone.pages.stride(0) % 512
+    table = torch.zeros_like(source.plan.page_table)
+    plan = msgspec.structs.replace(source.plan, page_table=table)
+    both = [
+        PrefillIndexerInputs(plan, i.index_q, i.head_weights, alone) for i in (source, consumer)
+    ]
+    assert same(run(sm100(version), *both), run(mask(), *both))
+
+
+@pytest.mark.parametrize("form", ["fp4", "fp8"])
+@pytest.mark.parametrize("layout", ["planar", "interleaved", "flat"])
+def test_dense_logits_of_any_keys_that_the_version_reads(layout: Layout, form: KeyFormat) -> None:
+    """float32 logits, before 0.2.5: equal to the last bit; 24 of 88 blocks are published."""
+    inputs = layer(form, layout, page_size=8)
+    indexer, oracle = sm100("older"), mask()
+    out, want = empty(inputs), empty(inputs)
+    assert torch.equal(
+        indexer.publish_prefill(inputs).blocks, oracle.publish_prefill(inputs, want).blocks
+    )
+    if form == "fp8" or layout == "flat":  # no candidates of these: its own logits are its own
+        indexer.publish_prefill(inputs, out)
+        assert torch.equal(out, want)
+    indexer.topk_prefill(inputs, out)
+    oracle.topk_prefill(inputs, want)
+    assert torch.equal(out, want)
+    candidates = indexer.publish_prefill(inputs)
+    got = {"fp8": f"{'flat' if layout == 'flat' else 'a pool of'} fp8 keys", "fp4": "flat fp4 keys"}
+    message = f"^index_k: expected a pool of fp4 keys, to select among candidates, got {got[form]}$"
+    if (form, layout) == ("fp4", "interleaved"):
+        message = "^index_k layout: expected 'planar', as DeepGEMM reads pages, got 'interleaved'$"
+    if (form, layout) == ("fp4", "planar"):
+        message = "^index_k page stride: expected a multiple of 512 bytes"
+    with pytest.raises(ValueError, match=message):
+        indexer.select_prefill(candidates, inputs, out)
+
+
+@pytest.mark.parametrize("form", ["fp8", "fp16", "bf16"])
+def test_keys_that_the_version_does_not_read_are_refused(form: KeyFormat) -> None:
+    inputs = layer(form)
+    message = {
+        "fp8": r"^index_k: expected fp4 keys \(DeepGEMM 0.2.5 reads no others, .*\), got fp8$"
+    }.get(form, f"^index_k: expected fp4 or fp8 keys, got {form}$")
+    with pytest.raises(ValueError, match=message):
+        sm100("0.2.5").publish_prefill(inputs)
+    with pytest.raises(ValueError, match=message):
+        sm100("0.2.5").topk_prefill(inputs, empty(inputs))
+
+
+def test_queries_are_of_the_format_of_the_keys() -> None:
+    inputs = layer("fp4")
+    other = with_queries(inputs, *palette_queries(4, 32, "fp8", seed=1))
+    message = r"^index_q values: expected uint8, as the keys are fp4, got \[4, 32, 128\] float8_e4"
+    with pytest.raises(ValueError, match=message):
+        sm100("0.2.5").publish_prefill(other)
+    inputs = layer("fp8")
+    other = with_queries(inputs, *palette_queries(4, 32, "fp4", seed=1))
+    message = r"^index_q values: expected float8_e4m3fn, as the keys are fp8, got \[4, 32, 64\]"
+    with pytest.raises(ValueError, match=message):
+        sm100("older").publish_prefill(other)
+
+
+def test_more_heads_than_are_scored_are_refused() -> None:
+    inputs = layer(heads=65)
+    with pytest.raises(ValueError, match=r"^index_q values: expected at most 64 heads, got 65$"):
+        sm100("0.2.5").publish_prefill(inputs)
+
+
+@pytest.mark.parametrize("topk_blocks", [1, 30, 4098])
+def test_widths_that_have_no_kernel_are_refused(topk_blocks: int) -> None:
+    with pytest.raises(ValueError, match=r"^topk_blocks: expected (a multiple of 4|an int of 1)"):
+        sm100("0.2.5", topk_blocks=topk_blocks)
+    source, consumer = random_layers(LENS)
+    if topk_blocks != 4098:
+        candidates = mask(topk_blocks=topk_blocks).publish_prefill(source)
+        message = "^candidates.blocks: expected a multiple of 4 of at most 4096 columns, got"
+        with pytest.raises(ValueError, match=message):
+            sm100("0.2.5").select_prefill(candidates, consumer, empty(consumer))
+
+
+def test_its_device_and_inputs_are_checked() -> None:
+    with pytest.raises(ValueError, match=r"^device: expected a CUDA device, got meta$"):
+        Sm100Indexer("meta", deep_gemm=EMULATORS["0.2.5"]())
+    source, _ = random_layers(LENS)
+    indexer = sm100("0.2.5")
+    with pytest.raises(ValueError, match=r"^inputs: expected PrefillIndexerInputs, got None$"):
+        indexer.publish_prefill(None)
+    with pytest.raises(ValueError, match=r"^out_positions: expected \[4, 16\] int32 on cpu"):
+        indexer.topk_prefill(source, torch.empty(4, 15, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"^candidates: expected Candidates, got None$"):
+        indexer.prefill_tail(None, [1])
+
+
+INSTALL = r"pip install 'sgl-deep-gemm>=0\.2\.0,<0\.3'$"
+
+
+def test_a_missing_package_is_named_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deep_gemm", None)  # as if it were not installed
+    message = rf"^sm100: no DeepGEMM \(ModuleNotFoundError: .*deep_gemm.*\): {INSTALL}"
+    with pytest.raises(BackendUnavailable, match=message):
+        Sm100Indexer("cpu")
+
+
+def test_a_package_without_candidates_is_too_old() -> None:
+    old = SimpleNamespace(__version__="0.1.5", fp8_fp4_mqa_logits=lambda q: q)
+    message = rf"^sm100: DeepGEMM 0.1.5 has no fp8_fp4_paged_sparse_mqa_logits: {INSTALL}"
+    with pytest.raises(BackendUnavailable, match=message):
+        Sm100Indexer("cpu", deep_gemm=old)
+
+
+def test_the_package_is_imported_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulator = EMULATORS["0.2.5"]()
+    monkeypatch.setitem(sys.modules, "deep_gemm", emulator)
+    assert DeepGemm().version == "0.2.5"
+    assert Sm100Indexer("cpu").topk_blocks == 2048
+
+
+def test_the_generations_are_told_apart() -> None:
+    older, current = DeepGemm(EMULATORS["older"]()), DeepGemm(EMULATORS["0.2.5"]())
+    assert (older.logits_dtype, older.page_alignment) == (torch.float32, 512)
+    assert (current.logits_dtype, current.page_alignment) == (torch.bfloat16, 128)
+
+
+def test_flat_keys_may_begin_anywhere() -> None:
+    """Flat keys are read where they lie: neither they nor any request's begin is aligned."""
+    inputs = layer("fp4", "flat")
+    assert isinstance(inputs.index_k, FlatIndexK)
+    assert any(start % 8 for start in inputs.plan.key_starts.tolist())
+    keys = inputs.index_k
+    scales = torch.cat((keys.scales[:1], keys.scales))[1:]
+    assert scales.data_ptr() % 16
+    moved = msgspec.structs.replace(keys, scales=scales)
+    inputs = PrefillIndexerInputs(inputs.plan, inputs.index_q, inputs.head_weights, moved)
+    got, want = empty(inputs), empty(inputs)
+    sm100("older").topk_prefill(inputs, got)
+    mask().topk_prefill(inputs, want)
+    assert torch.equal(got, want)
+
+
+def test_pages_that_do_not_exist_hold_nan() -> None:
+    """As in `mask`, where the values of the plan are not looked at, as on a GPU."""
+    inputs = layer()
+    inputs.plan.page_table[0, 1] = -1
+    inputs.plan.page_table[2, 3] = 1 << 20
+    got, want = empty(inputs), empty(inputs)
+    sm100("older").topk_prefill(inputs, got)
+    mask().topk_prefill(inputs, want)
+    assert torch.equal(got, want)
+    assert not ((got[3] >= 192) & (got[3] < 256)).any()
