@@ -108,6 +108,7 @@ class Sm100Indexer:
         needed = min(n * BLOCK_SIZE, self.topk) if together else n * BLOCK_SIZE
         for tile in self._tiles(inputs, order, needed):
             self._publish(tile, inputs, order, table, out_positions if together else None)
+            del tile  # its keys, before others are gathered
         schedules = None
         if isinstance(pool, IndexKPool) and paged and max(plan.context_lens, default=0):
             schedules = self._schedules(plan, order, table, pages_of(pool))
