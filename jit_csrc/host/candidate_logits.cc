@@ -5,6 +5,7 @@
 
 #include "sparse_indexer/host/check.h"
 #include "sparse_indexer/host/launch.h"
+#include "sparse_indexer/host/quad_operands.h"
 
 using namespace sparse_indexer;
 namespace config = candidate_logits_config;
@@ -12,34 +13,20 @@ constexpr int kEvery = candidate_quads_config::kRankEvery;
 
 namespace {
 
+constexpr const char* kSymbols[3][2] = {
+    {"candidate_logits_e4m3_32", "candidate_logits_e4m3_64"},
+    {"candidate_logits_f16_32", "candidate_logits_f16_64"},
+    {"candidate_logits_bf16_32", "candidate_logits_bf16_64"},
+};
+
 void candidate_logits(TensorView keys, TensorView queries, TensorView weights, TensorView entries,
                       TensorView ranks, TensorView counts, TensorView quad_first, TensorView out) {
-  Size num_blocks("blocks"), quads("quads"), heads("heads"), width("width"), columns("columns");
+  Size width("width"), columns("columns");
   Device device;
-  const bool e4m3 = same(keys.dtype(), uint8);
-  const int key_bytes = e4m3 ? 128 : 256;
-  Match("keys")
-      .shape({num_blocks, packed_keys::block_bytes(key_bytes) / (e4m3 ? 1 : 2)})
-      .dtype(uint8, float16, bfloat16)
-      .on(device)
-      .contiguous()
-      .aligned(16)
-      .check(keys);
-  Match("weights")
-      .shape({quads, 4, heads})
-      .dtype(float32)
-      .on(device)
-      .contiguous()
-      .aligned(16)
-      .check(weights);
-  if (heads != 32 && heads != 64) bad_argument("weights", "32 or 64 heads", std::to_string(heads));
-  Match("queries")
-      .shape({quads, 4 * heads, 128})
-      .dtype(keys.dtype())
-      .on(device)
-      .contiguous()
-      .aligned(16)
-      .check(queries);
+  QuadOperands operands;
+  operands.check(keys, queries, weights, quad_first, device);
+  Size& quads = operands.quads;
+  const int heads = static_cast<int>(operands.heads);
   Match("entries").shape({quads, width}).dtype(int32).on(device).contiguous().check(entries);
   Match("ranks")
       .shape({quads, (width + kEvery - 1) / kEvery, 4})
@@ -49,7 +36,6 @@ void candidate_logits(TensorView keys, TensorView queries, TensorView weights, T
       .aligned(8)
       .check(ranks);
   Match("counts").shape({quads, 2}).dtype(int32).on(device).contiguous().check(counts);
-  Match("quad_first").shape({quads}).dtype(int32).on(device).contiguous().check(quad_first);
   Match("out")
       .shape({4 * quads, columns})
       .dtype(float32)
@@ -60,7 +46,7 @@ void candidate_logits(TensorView keys, TensorView queries, TensorView weights, T
     bad_argument("out", "columns of at most 65535 whole blocks", std::to_string(columns));
   }
   if (quads == 0 || columns == 0 || width == 0) return;
-  expect_int("keys blocks", num_blocks, 1, INT32_MAX);
+  expect_int("keys blocks", operands.blocks, 1, INT32_MAX);
   expect_int("quads", quads, 0, INT32_MAX / 4);
 
   CandidateLogitsParams params{};
@@ -77,17 +63,11 @@ void candidate_logits(TensorView keys, TensorView queries, TensorView weights, T
   params.out_stride = out.stride(0);
   params.quads = static_cast<int32_t>(quads);
   params.out_blocks = static_cast<int32_t>(columns / 8);
-  params.num_blocks = static_cast<int32_t>(num_blocks);
-  const char* symbol =
-      e4m3 ? (heads == 32 ? "candidate_logits_e4m3_32" : "candidate_logits_e4m3_64")
-      : same(keys.dtype(), float16)
-          ? (heads == 32 ? "candidate_logits_f16_32" : "candidate_logits_f16_64")
-          : (heads == 32 ? "candidate_logits_bf16_32" : "candidate_logits_bf16_64");
-  const int known = static_cast<int>(heads);
-  Launch(symbol, device)
+  params.num_blocks = static_cast<int32_t>(operands.blocks);
+  Launch(operands.variant(kSymbols), device)
       .grid(on_device(device).sm_count)
       .block(128 * (1 + config::kWarpgroups))
-      .shared(config::shared_bytes(key_bytes, known))
+      .shared(config::shared_bytes(operands.key_bytes, heads))
       .run(params);
 }
 

@@ -2,6 +2,7 @@
 #include "kernels/index_k.h"
 
 #include "sparse_indexer/host/check.h"
+#include "sparse_indexer/host/conversions.h"
 #include "sparse_indexer/host/launch.h"
 
 using namespace sparse_indexer;
@@ -10,20 +11,17 @@ using tvm::ffi::Optional;
 namespace {
 
 struct Format {
-  const char* name;
   int value_bytes;
   int scale_bytes;
   DLDataType pages;
-  const char* to_fp8;  // the variant that converts it, or null: it would lose bits
-  const char* to_fp16;
-  const char* to_bf16;
+  Conversions conversions;
 };
 
 constexpr Format kFormats[] = {
-    {"fp4", 64, 4, uint8, "index_k_fp4_fp8", "index_k_fp4_fp16", "index_k_fp4_bf16"},
-    {"fp8", 128, 4, uint8, "index_k_fp8_fp8", "index_k_fp8_fp16", "index_k_fp8_bf16"},
-    {"fp16", 256, 0, float16, nullptr, "index_k_fp16_fp16", nullptr},
-    {"bf16", 256, 0, bfloat16, nullptr, "index_k_bf16_fp16", "index_k_bf16_bf16"},
+    {64, 4, uint8, {"fp4", "index_k_fp4_fp8", "index_k_fp4_fp16", "index_k_fp4_bf16"}},
+    {128, 4, uint8, {"fp8", "index_k_fp8_fp8", "index_k_fp8_fp16", "index_k_fp8_bf16"}},
+    {256, 0, float16, {"fp16", nullptr, "index_k_fp16_fp16", nullptr}},
+    {256, 0, bfloat16, {"bf16", nullptr, "index_k_bf16_fp16", "index_k_bf16_bf16"}},
 };
 
 // By its place in that table: a number costs a call less than a string.
@@ -71,16 +69,10 @@ void convert(IndexKParams& params, const Format& from, const Work& work, Size& r
       static_cast<int32_t>((work.max_len + index_k_config::kPart - 1) / index_k_config::kPart);
   params.vectors = reinterpret_cast<uintptr_t>(params.values) % 16 == 0 &&
                    params.page_stride % 16 == 0 && params.value_step % 16 == 0;
-  const char* symbol = same(to, uint8)     ? from.to_fp8
-                       : same(to, float16) ? from.to_fp16
-                                           : from.to_bf16;
-  if (symbol == nullptr) {
-    bad_argument("out_values", std::string("a dtype that holds ") + from.name,
-                 same(to, uint8)     ? "fp8"
-                 : same(to, float16) ? "fp16"
-                                     : "bf16");
-  }
-  Launch(symbol, device).grid(requests * params.parts).block(index_k_config::kThreads).run(params);
+  Launch(from.conversions.to(to), device)
+      .grid(requests * params.parts)
+      .block(index_k_config::kThreads)
+      .run(params);
 }
 
 void index_k_paged(TensorView pages, int64_t format, bool interleaved, int64_t page_size,

@@ -2,6 +2,7 @@
 #include "kernels/index_q.h"
 
 #include "sparse_indexer/host/check.h"
+#include "sparse_indexer/host/conversions.h"
 #include "sparse_indexer/host/launch.h"
 
 using namespace sparse_indexer;
@@ -10,20 +11,17 @@ using tvm::ffi::Optional;
 namespace {
 
 struct Format {
-  const char* name;
   DLDataType values;
-  int width;           // of a query
-  const char* to_fp8;  // the variant that converts it, or null: it would lose bits
-  const char* to_fp16;
-  const char* to_bf16;
+  int width;  // of a query
+  Conversions conversions;
 };
 
 // By its place, as in host/index_k.cc.
 constexpr Format kFormats[] = {
-    {"fp4", uint8, 64, "index_q_fp4_fp8", "index_q_fp4_fp16", "index_q_fp4_bf16"},
-    {"fp8", uint8, 128, "index_q_fp8_fp8", "index_q_fp8_fp16", "index_q_fp8_bf16"},
-    {"fp16", float16, 128, nullptr, "index_q_fp16_fp16", nullptr},
-    {"bf16", bfloat16, 128, nullptr, "index_q_bf16_fp16", "index_q_bf16_bf16"},
+    {uint8, 64, {"fp4", "index_q_fp4_fp8", "index_q_fp4_fp16", "index_q_fp4_bf16"}},
+    {uint8, 128, {"fp8", "index_q_fp8_fp8", "index_q_fp8_fp16", "index_q_fp8_bf16"}},
+    {float16, 128, {"fp16", nullptr, "index_q_fp16_fp16", nullptr}},
+    {bfloat16, 128, {"bf16", nullptr, "index_q_bf16_fp16", "index_q_bf16_bf16"}},
 };
 
 void index_q(TensorView values, Optional<TensorView> scales, int64_t format,
@@ -88,17 +86,10 @@ void index_q(TensorView values, Optional<TensorView> scales, int64_t format,
   params.out_heads = static_cast<int32_t>(out_heads);
   params.bf16_weights = same(head_weights.dtype(), bfloat16);
   params.parts = static_cast<int32_t>(4 * out_heads / index_q_config::kQueries);
-  const DLDataType to = out_values.dtype();
-  const char* symbol = same(to, uint8)     ? from.to_fp8
-                       : same(to, float16) ? from.to_fp16
-                                           : from.to_bf16;
-  if (symbol == nullptr) {
-    bad_argument("out_values", std::string("a dtype that holds ") + from.name,
-                 same(to, uint8)     ? "fp8"
-                 : same(to, float16) ? "fp16"
-                                     : "bf16");
-  }
-  Launch(symbol, device).grid(quads * params.parts).block(index_q_config::kThreads).run(params);
+  Launch(from.conversions.to(out_values.dtype()), device)
+      .grid(quads * params.parts)
+      .block(index_q_config::kThreads)
+      .run(params);
 }
 
 }  // namespace

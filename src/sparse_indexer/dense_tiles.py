@@ -15,6 +15,7 @@ from sparse_indexer.formats import FORMATS
 from sparse_indexer.index_k import BLOCK_SIZE, FlatIndexK, IndexKPool
 from sparse_indexer.inputs import PrefillIndexerInputs
 from sparse_indexer.row_order import RowOrder
+from sparse_indexer.tiling import even_tiles, request_groups
 
 _GATHERED = 1 << 15  # positions of a pool that are gathered at once
 _GATHER_BYTES = 256  # beside its key, of each of them
@@ -92,32 +93,18 @@ def dense_tiles(
         gathering = 0 if flat else min(positions, _GATHERED) * (_GATHER_BYTES + key_bytes)
         return positions * key_bytes + max(gathering, _ROWS * row_bytes(longest))
 
-    longest = max(contexts, default=0)
-    if plan.num_rows and least(longest, longest) > budget:
-        raise mismatch("memory_budget", f"at least {least(longest, longest)} bytes", f"{budget}")
     ends = list(accumulate(plan.rows_per_request))
-    begin = 0
-    while begin < plan.num_requests:
-        end, positions, longest = begin, 0, 0
-        while end < plan.num_requests:
-            together, larger = positions + contexts[end], max(longest, contexts[end])
-            full = together * key_bytes > budget // 2 or least(together, larger) > budget
-            if end > begin and full:
-                break
-            end, positions, longest = end + 1, together, larger
+    groups = request_groups(
+        plan.rows_per_request, contexts, unit_bytes=key_bytes, least=least, budget=budget
+    )
+    for begin, end, positions, longest in groups:
         first, stop = ends[begin] - plan.rows_per_request[begin], ends[end - 1]
-        requests, begin = slice(begin, end), end
-        if first == stop:
-            continue
         keys = None
         if longest > needed_beyond:
-            keys = _flat_keys(inputs, order, requests, positions)
+            keys = _flat_keys(inputs, order, slice(begin, end), positions)
         free, width = budget - positions * key_bytes, max(longest, BLOCK_SIZE)
         most = max(free // row_bytes(width) // _ROWS, 1)
-        groups = -(-(stop - first) // _ROWS)
-        tile = -(-groups // -(-groups // most)) * _ROWS  # as few as may be, of one size
-        for start in range(first, stop, tile):
-            part = slice(start, min(start + tile, stop))
+        for part in even_tiles(first, stop, unit=_ROWS, most=most):
             yield DenseTile(part, width, api, inputs, order, keys)
 
 

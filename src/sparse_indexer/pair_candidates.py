@@ -18,6 +18,7 @@ from sparse_indexer.deep_gemm_api import (
 )
 from sparse_indexer.errors import mismatch
 from sparse_indexer.index_k import BLOCK_SIZE, IndexKPool
+from sparse_indexer.lasting import Ready
 from sparse_indexer.plan import PrefillPlan
 from sparse_indexer.protocol import Candidates
 from sparse_indexer.row_order import RowOrder
@@ -50,13 +51,7 @@ class PairCandidates(Candidates):
         self.order = order
         self.table = table  # [rows, n] int32, contiguous: ascending block ids, then INT32_MAX
         self.schedules = schedules  # None: the source's keys cannot be scored as candidates
-        self.stream: torch.cuda.Stream | None = None
-        self.ready: torch.cuda.Event | None = None
-        if plan.device.type == "cuda":
-            self.stream = torch.cuda.current_stream(plan.device)
-            if not torch.cuda.is_current_stream_capturing():  # else only a replay makes the table
-                self.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                self.ready.record(self.stream)
+        self.ready = Ready(plan.device)
 
     @property
     def blocks(self) -> torch.Tensor:
@@ -66,15 +61,8 @@ class PairCandidates(Candidates):
 
     def wait(self) -> None:
         """Let the current stream read the table and the schedules."""
-        if self.ready is None or torch.cuda.is_current_stream_capturing():
-            return
-        stream = torch.cuda.current_stream(self.plan.device)
-        if stream == self.stream:
-            return
-        stream.wait_event(self.ready)
         metadata = [] if self.schedules is None else [held for _, held in self.schedules.tiles]
-        for tensor in (self.table, *self.order, *metadata):
-            tensor.record_stream(stream)
+        self.ready.wait((self.table, *self.order, *metadata))
 
 
 def pages_of(pool: IndexKPool) -> Pages:

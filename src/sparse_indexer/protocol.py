@@ -21,8 +21,8 @@ from typing import Protocol
 
 import torch
 
-from sparse_indexer.errors import expect_tensor, mismatch
-from sparse_indexer.inputs import PrefillIndexerInputs, PrefillPlan
+from sparse_indexer.errors import describe, expect_tensor, mismatch
+from sparse_indexer.inputs import PrefillIndexerInputs, PrefillPlan, expect_out_positions
 
 
 class Candidates:
@@ -99,6 +99,23 @@ class CandidateIndexer(Protocol):
             out_positions: `[rows, topk]` int32, fully written.
         """
         ...
+
+
+def expect_call(
+    indexer: CandidateIndexer,
+    inputs: PrefillIndexerInputs,
+    out_positions: torch.Tensor | None,
+    *,
+    wanted: bool = False,
+) -> None:
+    """`ValueError` unless these are an indexer's inputs and, given or `wanted`, its output."""
+    if not isinstance(inputs, PrefillIndexerInputs):
+        raise mismatch("inputs", "PrefillIndexerInputs", describe(inputs))
+    plan = inputs.plan
+    if plan.device != indexer.device:
+        raise mismatch("inputs", f"tensors on {indexer.device}", str(plan.device))
+    if wanted or out_positions is not None:
+        expect_out_positions(out_positions, plan.num_rows, indexer.topk, indexer.device)
 
 
 def expect_candidates(

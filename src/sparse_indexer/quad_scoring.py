@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import torch
 
-from sparse_indexer.errors import mismatch
 from sparse_indexer.formats import HEAD_DIM, INT32_MAX
 from sparse_indexer.index_k import BLOCK_SIZE
 from sparse_indexer.inputs import IndexQ, PrefillIndexerInputs
@@ -26,6 +25,7 @@ from sparse_indexer.quads import (
     tables_bytes,
 )
 from sparse_indexer.scratch import Scratch
+from sparse_indexer.tiling import even_tiles, request_groups
 
 MAX_HEADS = 64
 _UNIT_BLOCKS = 64  # what dense_block_keys scores at least
@@ -168,31 +168,22 @@ def _scopes(
         packed = (blocks + _UNIT_BLOCKS) * block_bytes
         return packed + Scratch.SLACK + GROUP_QUADS * quad_bytes(longest)
 
-    one = least(quads.max_blocks, quads.max_blocks)
-    if len(quads.rows) and one > budget:
-        raise mismatch("memory_budget", f"at least {one} bytes", str(budget))
-    begin = 0
-    while begin < len(quads.requests):
-        end, blocks, longest = begin, 0, 0
-        while end < len(quads.requests):
-            more = quads.requests[end].blocks
-            together, larger = blocks + more, max(longest, more)
-            full = together * block_bytes > budget // 2 or least(together, larger) > budget
-            if end > begin and full:
-                break
-            end, blocks, longest = end + 1, together, larger
+    groups = request_groups(
+        plan.rows_per_request,
+        [request.blocks for request in quads.requests],
+        unit_bytes=block_bytes,
+        least=least,
+        budget=budget,
+    )
+    for begin, end, blocks, longest in groups:
         base, last = quads.requests[begin], quads.requests[end - 1]
         stop = last.first_quad + last.quads
-        if base.first_quad == stop:
-            begin = end
-            continue
-
         of_quad = quad_bytes(longest)
         packed = (blocks + _UNIT_BLOCKS) * block_bytes
         free = budget - packed - Scratch.SLACK
-        groups, most = (stop - base.first_quad) // GROUP_QUADS, free // of_quad // GROUP_QUADS
-        # As few tiles as there may be, of the same size.
-        tile = -(-groups // -(-groups // most)) * GROUP_QUADS
+        most = free // of_quad // GROUP_QUADS
+        tiles = even_tiles(base.first_quad, stop, unit=GROUP_QUADS, most=most)
+        tile = tiles[0].stop - tiles[0].start
         scratch = Scratch(packed + Scratch.SLACK + tile * of_quad, budget, inputs.plan.device)
         keys = scratch.take((blocks + _UNIT_BLOCKS, elements), element)
         scratch.keep()
@@ -212,9 +203,7 @@ def _scopes(
             out_values=keys,
             out_scales=None,
         )
-        tiles = [slice(q, min(q + tile, stop)) for q in range(base.first_quad, stop, tile)]
         yield _Scope(keys, first, longest, tiles, scratch)
-        begin = end
 
 
 def _element(inputs: PrefillIndexerInputs) -> torch.dtype:

@@ -7,8 +7,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from sparse_indexer.errors import BackendUnavailable, JitError
-from sparse_indexer.jit import warmup
+from sparse_indexer.backends.kernels import build_kernels
 from sparse_indexer.ops import block_keys as block_keys_kernel
 from sparse_indexer.ops import topk as topk_kernel
 from sparse_indexer.torch_ops import as_kernels
@@ -52,10 +51,5 @@ def row_ops(device: torch.device, backend: str) -> RowOps:
     """
     if device.type != "cuda":
         return RowOps(as_kernels.block_keys, as_kernels.topk)
-    kernels = [module.KERNEL for module in (block_keys_kernel, topk_kernel)]
-    if any(device not in kernel.loaded for kernel in kernels):
-        try:
-            warmup(device, kernels)
-        except JitError as error:
-            raise BackendUnavailable(f"{backend}: {error}") from error
+    build_kernels([block_keys_kernel.KERNEL, topk_kernel.KERNEL], device, backend)
     return RowOps(block_keys_kernel.block_keys, topk_kernel.topk)

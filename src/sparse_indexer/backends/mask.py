@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 
 from sparse_indexer.devices import resolve_device
-from sparse_indexer.errors import describe, expect_int, mismatch
+from sparse_indexer.errors import expect_int, mismatch
 from sparse_indexer.formats import HEAD_DIM, INT32_MAX
-from sparse_indexer.inputs import BLOCK_SIZE, PrefillIndexerInputs, expect_out_positions
-from sparse_indexer.protocol import Candidates, expect_candidates
+from sparse_indexer.inputs import BLOCK_SIZE, PrefillIndexerInputs
+from sparse_indexer.protocol import Candidates, expect_call, expect_candidates
 from sparse_indexer.torch_ops.block_keys import block_keys, published
 from sparse_indexer.torch_ops.index_k import index_k
 from sparse_indexer.torch_ops.logits import QUERIES_AT_ONCE, logits
@@ -80,7 +80,7 @@ class MaskIndexer:
         self, inputs: PrefillIndexerInputs, out_positions: torch.Tensor | None = None
     ) -> Candidates:
         """See `CandidateIndexer.publish_prefill`."""
-        self._expect(inputs, out_positions)
+        expect_call(self, inputs, out_positions)
         # A row's best `topk` positions lie in at most `topk` blocks whose keys reach the topk-th
         # logit, and the newest block may displace one: with one block to spare, the blocks and the
         # source's own positions come out of the same logits.
@@ -108,7 +108,7 @@ class MaskIndexer:
         self, candidates: Candidates, inputs: PrefillIndexerInputs, out_positions: torch.Tensor
     ) -> None:
         """See `CandidateIndexer.select_prefill`. Takes any backend's candidates."""
-        self._expect(inputs, out_positions, wanted=True)
+        expect_call(self, inputs, out_positions, wanted=True)
         blocks = expect_candidates(candidates, inputs, self.device)
         for tile in self._tiles(inputs):
             best = self._unused(tile, self.topk)
@@ -129,7 +129,7 @@ class MaskIndexer:
     @torch.no_grad()
     def topk_prefill(self, inputs: PrefillIndexerInputs, out_positions: torch.Tensor) -> None:
         """See `CandidateIndexer.topk_prefill`."""
-        self._expect(inputs, out_positions, wanted=True)
+        expect_call(self, inputs, out_positions, wanted=True)
         for tile in self._tiles(inputs):
             best = self._unused(tile, self.topk)
             for start, order in self._ordered_logits(inputs, tile):
@@ -139,7 +139,7 @@ class MaskIndexer:
     @torch.no_grad()
     def dense_logits(self, inputs: PrefillIndexerInputs) -> torch.Tensor:
         """The matrix `[rows, max(context_lens)]` float32, -inf where a row sees nothing."""
-        self._expect(inputs, None)
+        expect_call(self, inputs, None)
         shape = (inputs.plan.num_rows, max(inputs.plan.context_lens, default=0))
         out = torch.full(shape, -torch.inf, dtype=torch.float32, device=self.device)
         for tile in self._tiles(inputs):
@@ -224,21 +224,6 @@ class MaskIndexer:
         if starts is not None:
             positions = torch.where(positions >= 0, positions + starts[tile.request], positions)
         out[tile.rows] = positions
-
-    def _expect(
-        self,
-        inputs: PrefillIndexerInputs,
-        out_positions: torch.Tensor | None,
-        *,
-        wanted: bool = False,
-    ) -> None:
-        if not isinstance(inputs, PrefillIndexerInputs):
-            raise mismatch("inputs", "PrefillIndexerInputs", describe(inputs))
-        plan = inputs.plan
-        if plan.device != self.device:
-            raise mismatch("inputs", f"tensors on {self.device}", str(plan.device))
-        if wanted or out_positions is not None:
-            expect_out_positions(out_positions, plan.num_rows, self.topk, self.device)
 
 
 def _visible(tile: _Tile, start: int, values: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,6 @@ Tables are kept by request, whatever the rows' mapping, so that neighbors are sc
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,10 +16,11 @@ import torch
 from sparse_indexer.deep_gemm_api import MAX_BLOCKS, DeepGemm, gather_queries
 from sparse_indexer.dense_tiles import DenseTile, dense_tiles, unread_logits
 from sparse_indexer.devices import resolve_device
-from sparse_indexer.errors import describe, expect_int, mismatch
+from sparse_indexer.errors import expect_int, mismatch
 from sparse_indexer.formats import INT32_MAX
 from sparse_indexer.index_k import IndexKPool
-from sparse_indexer.inputs import BLOCK_SIZE, PrefillIndexerInputs, expect_out_positions
+from sparse_indexer.inputs import BLOCK_SIZE, PrefillIndexerInputs
+from sparse_indexer.lasting import LastingMemory
 from sparse_indexer.pair_candidates import (
     Pages,
     PairCandidates,
@@ -30,7 +30,7 @@ from sparse_indexer.pair_candidates import (
     tile_rows,
 )
 from sparse_indexer.plan import PrefillPlan
-from sparse_indexer.protocol import Candidates, expect_candidates
+from sparse_indexer.protocol import Candidates, expect_call, expect_candidates
 from sparse_indexer.row_ops import row_ops
 from sparse_indexer.row_order import RowOrder, row_order
 
@@ -88,7 +88,7 @@ class Sm100Indexer:
         self.memory_budget = expect_int("memory_budget", memory_budget, 1)
         self._deep_gemm = DeepGemm(deep_gemm)
         self._ops = row_ops(self.device, self.name)
-        self._pool = torch.cuda.MemPool() if self.device.type == "cuda" else None
+        self._lasting = LastingMemory(self.device)
 
     @torch.no_grad()
     def publish_prefill(
@@ -242,15 +242,6 @@ class Sm100Indexer:
         api, budget = self._deep_gemm, self.memory_budget
         return make_schedules(api, plan, order, table, pages, budget=budget, lasting=self._lasting)
 
-    @contextlib.contextmanager
-    def _lasting(self) -> Iterator[None]:
-        """What outlives a call does not share memory with scratch: no fragments between chunks."""
-        if self._pool is None or torch.cuda.is_current_stream_capturing():
-            yield
-            return
-        with torch.cuda.use_mem_pool(self._pool, self.device):
-            yield
-
     def _expect(
         self,
         inputs: PrefillIndexerInputs,
@@ -258,11 +249,5 @@ class Sm100Indexer:
         *,
         wanted: bool = False,
     ) -> None:
-        if not isinstance(inputs, PrefillIndexerInputs):
-            raise mismatch("inputs", "PrefillIndexerInputs", describe(inputs))
-        plan = inputs.plan
-        if plan.device != self.device:
-            raise mismatch("inputs", f"tensors on {self.device}", str(plan.device))
+        expect_call(self, inputs, out_positions, wanted=wanted)
         self._deep_gemm.expect_dense(inputs)
-        if wanted or out_positions is not None:
-            expect_out_positions(out_positions, plan.num_rows, self.topk, self.device)

@@ -11,18 +11,18 @@ hold a key that reaches the topk-th logit, and the newest block, always publishe
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
+from sparse_indexer.backends.kernels import build_kernels
 from sparse_indexer.devices import resolve_device
-from sparse_indexer.errors import BackendUnavailable, JitError, describe, expect_int, mismatch
-from sparse_indexer.inputs import PrefillIndexerInputs, expect_out_positions
-from sparse_indexer.jit import warmup
+from sparse_indexer.errors import expect_int, mismatch
+from sparse_indexer.inputs import PrefillIndexerInputs
 from sparse_indexer.jit.kernel import all_kernels
+from sparse_indexer.lasting import LastingMemory, Ready
 from sparse_indexer.plan import PrefillPlan
-from sparse_indexer.protocol import Candidates, expect_candidates
+from sparse_indexer.protocol import Candidates, expect_call, expect_candidates
 from sparse_indexer.quad_scoring import MAX_HEADS, score
 from sparse_indexer.quads import Quads, Tables, fill_tables, make_quads, plan_tables
 
@@ -44,11 +44,7 @@ class _Sm90Candidates(Candidates):
         self.plan = plan
         self.quads = quads
         self.tables = tables
-        self.stream = torch.cuda.current_stream(plan.device)
-        self.ready: torch.cuda.Event | None = None
-        if not torch.cuda.is_current_stream_capturing():  # else only a replay makes the tables
-            self.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self.ready.record(self.stream)
+        self.ready = Ready(plan.device)
 
     @property
     def blocks(self) -> torch.Tensor:
@@ -57,14 +53,7 @@ class _Sm90Candidates(Candidates):
 
     def wait(self) -> None:
         """Let the current stream read the tables."""
-        stream = torch.cuda.current_stream(self.plan.device)
-        if stream == self.stream or self.ready is None:
-            return
-        if torch.cuda.is_current_stream_capturing():  # which began when the device was idle
-            return
-        stream.wait_event(self.ready)
-        for tensor in (*self.tables, *self.quads[1:]):
-            tensor.record_stream(stream)
+        self.ready.wait((*self.tables, *self.quads[1:]))
 
 
 class Sm90Indexer:
@@ -105,13 +94,8 @@ class Sm90Indexer:
         self.topk = expect_int("topk", topk, 0, 1 << 15)
         self.topk_blocks = expect_int("topk_blocks", topk_blocks, 1, 1 << 15)
         self.memory_budget = expect_int("memory_budget", memory_budget, 1)
-        kernels = [all_kernels()[name] for name in _KERNELS]
-        if any(self.device not in kernel.loaded for kernel in kernels):
-            try:
-                warmup(self.device, kernels)
-            except JitError as error:
-                raise BackendUnavailable(f"sm90: {error}") from error
-        self._pool = torch.cuda.MemPool()
+        build_kernels([all_kernels()[name] for name in _KERNELS], self.device, self.name)
+        self._lasting = LastingMemory(self.device)
 
     @torch.no_grad()
     def publish_prefill(
@@ -120,7 +104,7 @@ class Sm90Indexer:
         """See `CandidateIndexer.publish_prefill`. The tables live in a pool of their own."""
         self._expect(inputs, out_positions)
         together = out_positions is not None and self.topk < self.topk_blocks
-        with self._private_pool():
+        with self._lasting():
             quads = make_quads(inputs.plan)
             tables = plan_tables(quads, self.topk_blocks)
         out = out_positions if together else None
@@ -159,7 +143,7 @@ class Sm90Indexer:
             rows = candidates.quads.slots[rows].long()
         else:
             source = candidates.blocks
-        with self._private_pool():
+        with self._lasting():
             quads = make_quads(plan)
             tables = plan_tables(quads, source.shape[1])
         fill_tables(tables, quads, source, rows)
@@ -172,15 +156,6 @@ class Sm90Indexer:
         quads, n = make_quads(inputs.plan), self.topk + 1
         score(inputs, quads, None, out_positions, n=n, dense=True, budget=self.memory_budget)
 
-    @contextlib.contextmanager
-    def _private_pool(self) -> Iterator[None]:
-        """What outlives a call does not share memory with scratch: no fragments between chunks."""
-        if torch.cuda.is_current_stream_capturing():  # into a pool of the graph's own
-            yield
-            return
-        with torch.cuda.use_mem_pool(self._pool, self.device):
-            yield
-
     def _expect(
         self,
         inputs: PrefillIndexerInputs,
@@ -188,12 +163,6 @@ class Sm90Indexer:
         *,
         wanted: bool = False,
     ) -> None:
-        if not isinstance(inputs, PrefillIndexerInputs):
-            raise mismatch("inputs", "PrefillIndexerInputs", describe(inputs))
-        plan = inputs.plan
-        if plan.device != self.device:
-            raise mismatch("inputs", f"tensors on {self.device}", str(plan.device))
+        expect_call(self, inputs, out_positions, wanted=wanted)
         if inputs.num_heads > MAX_HEADS:
             raise mismatch("index_q values", "at most 64 heads", f"{inputs.num_heads}")
-        if wanted or out_positions is not None:
-            expect_out_positions(out_positions, plan.num_rows, self.topk, self.device)

@@ -19,17 +19,20 @@ _CONVERSIONS = {
 
 _NUMBERS = {name: number for number, name in enumerate(_NAMES)}  # as in host/index_k.cc
 
-KERNEL = Kernel(
-    "index_k",
-    {
-        f"index_k_{source}_{target}": (
-            f"sparse_indexer::IndexK<sparse_indexer::KeyFormat::{_NAMES[source]}, "
-            f"sparse_indexer::KeyFormat::{_NAMES[target]}>"
+
+def conversions(kernel: str, config: str) -> dict[str, str]:
+    """Variants of `kernel`, which converts as `index_k` does: their symbols and Configs."""
+    formats = "sparse_indexer::KeyFormat::"
+    return {
+        f"{kernel}_{source}_{target}": (
+            f"sparse_indexer::{config}<{formats}{_NAMES[source]}, {formats}{_NAMES[target]}>"
         )
         for source, targets in _CONVERSIONS.items()
         for target in targets
-    },
-)
+    }
+
+
+KERNEL = Kernel("index_k", conversions("index_k", "IndexK"))
 
 
 def index_k(

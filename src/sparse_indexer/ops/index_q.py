@@ -8,14 +8,8 @@ import torch
 from sparse_indexer.errors import blame_argument
 from sparse_indexer.inputs import IndexQ
 from sparse_indexer.jit import Kernel, load
+from sparse_indexer.ops.index_k import conversions
 
-_NAMES = {"fp4": "kFp4", "fp8": "kFp8", "fp16": "kFp16", "bf16": "kBf16"}
-_CONVERSIONS = {
-    "fp4": ("fp8", "fp16", "bf16"),
-    "fp8": ("fp8", "fp16", "bf16"),
-    "fp16": ("fp16",),
-    "bf16": ("fp16", "bf16"),
-}
 _NUMBERS = {  # as in host/index_q.cc
     torch.uint8: 0,
     torch.float8_e4m3fn: 1,
@@ -23,17 +17,7 @@ _NUMBERS = {  # as in host/index_q.cc
     torch.bfloat16: 3,
 }
 
-KERNEL = Kernel(
-    "index_q",
-    {
-        f"index_q_{source}_{target}": (
-            f"sparse_indexer::IndexQ<sparse_indexer::KeyFormat::{_NAMES[source]}, "
-            f"sparse_indexer::KeyFormat::{_NAMES[target]}>"
-        )
-        for source, targets in _CONVERSIONS.items()
-        for target in targets
-    },
-)
+KERNEL = Kernel("index_q", conversions("index_q", "IndexQ"))
 
 
 def index_q(

@@ -10,6 +10,7 @@ import torch
 from sparse_indexer.formats import INT32_MAX
 from sparse_indexer.inputs import BLOCK_SIZE, PrefillPlan
 from sparse_indexer.protocol import Candidates
+from sparse_indexer.torch_ops.block_keys import block_max
 
 
 def equal_problem(got: torch.Tensor, want: torch.Tensor) -> str | None:
@@ -127,5 +128,4 @@ def near_floor_problem(
 
 def block_values(logits: torch.Tensor) -> torch.Tensor:
     """The max of each block of 8 columns: `[rows, n]` to `[rows, blocks]`."""
-    padded = torch.nn.functional.pad(logits, (0, -logits.shape[1] % BLOCK_SIZE), value=-torch.inf)
-    return padded.view(len(logits), -1, BLOCK_SIZE).amax(2)
+    return block_max(logits, -torch.inf)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 from sparse_indexer.inputs import BLOCK_SIZE
+from sparse_indexer.torch_ops.block_keys import block_max
 from sparse_indexer.torch_ops.topk import FORCED, UNUSED, indices, merge, ordered, pack
 
 
@@ -16,8 +17,7 @@ def block_keys(
     columns = torch.arange(logits.shape[1], device=logits.device)
     seen = (columns < lens[:, None]) & ~logits.isnan()
     values = torch.where(seen, logits.float(), -torch.inf)
-    padded = torch.nn.functional.pad(values, (0, -len(columns) % BLOCK_SIZE), value=-torch.inf)
-    keys = padded.view(len(logits), -1, BLOCK_SIZE).amax(2)
+    keys = block_max(values, -torch.inf)
     newest = torch.arange(keys.shape[1], device=keys.device) == (lens[:, None] - 1) // BLOCK_SIZE
     out.copy_(torch.where(newest, torch.inf, keys))
 

@@ -9,6 +9,12 @@ from sparse_indexer.inputs import BLOCK_SIZE
 from sparse_indexer.torch_ops.topk import FORCED
 
 
+def block_max(values: torch.Tensor, lowest: float) -> torch.Tensor:
+    """The max of each 8 columns, `[rows, n]` to `[rows, blocks]`; `lowest` fills a last block."""
+    padded = torch.nn.functional.pad(values, (0, -values.shape[1] % BLOCK_SIZE), value=lowest)
+    return padded.view(len(values), -1, BLOCK_SIZE).amax(2)
+
+
 def block_keys(
     order: torch.Tensor, lens: torch.Tensor, start: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -23,12 +29,11 @@ def block_keys(
             row's last visible position.
         visible: `[rows, blocks]` bool: the row sees some position of the block.
     """
-    rows, n = order.shape
+    n = order.shape[1]
     positions = torch.arange(start, start + n, device=order.device)
     lowest = torch.iinfo(torch.int32).min
     seen = torch.where(positions < lens[:, None], order, lowest)
-    padded = torch.nn.functional.pad(seen, (0, -n % BLOCK_SIZE), value=lowest)
-    keys = padded.view(rows, -1, BLOCK_SIZE).amax(2)
+    keys = block_max(seen, lowest)
     first = torch.arange(start, start + n, BLOCK_SIZE, device=order.device)
     visible = first < lens[:, None]
     newest = visible & (first + BLOCK_SIZE >= lens[:, None])
