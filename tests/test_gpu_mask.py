@@ -2,11 +2,11 @@
 """The mask backend and the inputs on a GPU."""
 
 import logging
-import warnings
 
 import numpy as np
 import pytest
 import torch
+from gpu_support import no_synchronization
 
 from sparse_indexer import (
     IndexKPool,
@@ -81,10 +81,7 @@ def test_no_method_synchronizes() -> None:
     indexer = make_candidate_indexer("cuda:0", topk=16, topk_blocks=20, backend="mask")
     out = torch.empty(6, 16, dtype=torch.int32, device="cuda:0")
     tail_out = torch.empty(3, 16, dtype=torch.int32, device="cuda:0")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it warns that it is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronization():
         plan = plan_prefill([699, 698, 697, 899, 898, 897], [3, 3], page_table=table)
         again = PrefillIndexerInputs(plan, inputs.index_q, inputs.head_weights, inputs.index_k)
         candidates = indexer.publish_prefill(again, out)
@@ -92,8 +89,6 @@ def test_no_method_synchronizes() -> None:
         indexer.topk_prefill(again, out)
         tail = indexer.prefill_tail(candidates, [1, 2])
         assert tail_out.shape[0] == tail.num_rows
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_the_callers_arrays_may_change_at_once() -> None:

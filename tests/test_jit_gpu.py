@@ -4,12 +4,12 @@
 import statistics
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from gpu_support import no_synchronization
 from jit_support import needs_nvcc, run_python, scale_kernel, use_empty_cache
 
 from sparse_indexer.errors import JitError
@@ -114,13 +114,8 @@ def test_side_stream(entries: Any) -> None:
 
 def test_no_synchronization(entries: Any) -> None:
     x, factor, out = tensors()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it warns that it is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronization():
         entries.scale(x, factor, 1, False, out)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_graph(entries: Any) -> None:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What holds for every op: any stream, captured graphs replayed with other lengths, no sync."""
 
-import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
 import torch
+from gpu_support import no_synchronization
 
 from sparse_indexer.jit import warmup
 from sparse_indexer.jit.kernel import all_kernels
@@ -267,11 +267,6 @@ def test_no_op_synchronizes_or_allocates(name: str) -> None:
     op = make(name)
     op.call()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it warns that it is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronization():
         op.call()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before

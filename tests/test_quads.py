@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows by request, four at a time, against a plain Python model."""
 
-import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import pytest
 import torch
+from gpu_support import no_synchronization
 
 from sparse_indexer import PrefillPlan
 from sparse_indexer.ops.row_quads import row_quads
@@ -195,10 +195,5 @@ def test_make_quads(counts: list[int], contexts: list[int], order: str) -> None:
 def test_make_quads_does_not_synchronize() -> None:
     plan = plan_of([3, 300], [77, 1300], "in turn")
     make_quads(plan)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it warns that it is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronization():
         make_quads(plan)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

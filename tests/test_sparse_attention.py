@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from gpu_support import no_synchronization
 
 from sparse_indexer import KVPool, quantize_fp8, sparse_attention
 from sparse_indexer.attention import _row_bytes
@@ -92,10 +93,11 @@ def to(pool: Pool, device: str) -> Pool:
     return KVPool(*(part.to(device) for part in (pool.values, pool.scales, pool.rope)))
 
 
-def assert_near(out: torch.Tensor, want: torch.Tensor) -> None:
-    """Within one rounding to out's dtype, and float32's error of 640 summands."""
+def assert_near(out: torch.Tensor, want: torch.Tensor, summands: int) -> None:
+    """Within one rounding to out's dtype, and a random walk of float32's, one a summand."""
     rounding = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
-    bound = rounding[out.dtype] * want.abs() + 2e-6 * want.abs().amax() + 2.0**-25
+    walk = 2.0**-23 * summands**0.5 * want.abs().amax()
+    bound = rounding[out.dtype] * want.abs() + walk + 2.0**-25
     error = (out.cpu().double() - want).abs()
     assert (error <= bound).all(), (error / bound).max()
 
@@ -113,7 +115,8 @@ def test_is_the_reference(case: Case, fmt: torch.dtype | str, device: str) -> No
         out = sparse_attention(q, pool, positions, **options)
         assert out.dtype == dtype
         assert out.shape == (case.rows, case.heads, case.value_dim)
-        assert_near(out, sparse_attention_reference(q, pool, positions, **options))
+        want = sparse_attention_reference(q, pool, positions, **options)
+        assert_near(out, want, case.dim + case.k)
 
 
 def test_the_reference_is_the_formula() -> None:
@@ -188,7 +191,7 @@ def test_large_logits_do_not_overflow() -> None:
     sink = torch.tensor([999.0, 1001.0])
     for options in ({"scale": 1.0}, {"scale": 1, "sink": sink}):
         out = sparse_attention(q, pool, positions, **options)
-        assert_near(out, sparse_attention_reference(q, pool, positions, **options))
+        assert_near(out, sparse_attention_reference(q, pool, positions, **options), 2 + 3)
 
 
 def tiles(case: Case, *rows: int) -> Iterator[int]:
@@ -279,13 +282,10 @@ def test_memory_stays_within_the_budget_on_a_gpu_and_nothing_waits(
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_allocated()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_synchronization():
             out = sparse_attention(q, pool, positions, memory_budget=budget, **options)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         assert torch.cuda.max_memory_allocated() - held <= budget + out.nbytes
-        assert_near(out, want)
+        assert_near(out, want, 576 + 640)
 
 
 @pytest.mark.gpu

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import threading
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -12,21 +14,31 @@ import torch
 class LastingMemory:
     """A private `MemPool`, so that scratch leaves no fragments between what outlives its call.
 
-    On a CPU, and in a capture, which has a pool of its own, tensors are made as always.
+    A device has one, for the life of the process: a `MemPool` that dies, perhaps by the garbage
+    collector, while anything allocates to a pool or is captured on its device takes the process
+    with it. On a CPU, and in a capture, which has a pool of its own, tensors are made as always.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool = torch.cuda.MemPool() if device.type == "cuda" else None
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
         """What is allocated within comes from the pool."""
-        if self._pool is None or torch.cuda.is_current_stream_capturing():
+        if self._device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             yield
             return
-        with torch.cuda.use_mem_pool(self._pool, self._device):
+        with _ONE_THREAD, torch.cuda.use_mem_pool(_pool_of(self._device), self._device):
             yield
+
+
+_ONE_THREAD = threading.RLock()  # a pool takes no two at a time
+
+
+@functools.cache
+def _pool_of(device: torch.device) -> torch.cuda.MemPool:
+    with torch.cuda.device(device):
+        return torch.cuda.MemPool()
 
 
 class Ready:
