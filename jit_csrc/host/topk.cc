@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/topk.h"
 
+#include <algorithm>
+#include <cmath>
+
 #include "sparse_indexer/host/check.h"
 #include "sparse_indexer/host/launch.h"
 
@@ -11,9 +14,21 @@ namespace {
 
 constexpr int64_t kMaxK = 1 << 20;
 
-// Dynamic shared memory with a number of slabs: all of a row's, or one.
-int64_t shared_bytes(int threads, int64_t slabs) {
-  return topk_config::kFixedBytes + slabs * threads * topk_config::kOwned * 2;
+int64_t shared_bytes(int64_t list) {
+  return 4 * topk_config::kBins + 8 * list;
+}
+
+// How many columns reach the bound that the kernel takes from a sample, and 6 deviations more: keys
+// of neighboring columns are not independent.
+int64_t list_length(int64_t width, int64_t k, int threads) {
+  constexpr int64_t kShort = 2048;  // all of a row
+  if (width <= kShort) return width;
+  const int64_t groups =
+      std::min<int64_t>(width / topk_config::kRun, topk_config::kSampled * threads);
+  const double of_sample = double(width) / double(groups * topk_config::kSamples);
+  const double expected = double(k) / of_sample;
+  const double rank = expected + 4.5 * std::sqrt(expected) + 3;
+  return std::min<int64_t>(width, int64_t((rank + 6 * std::sqrt(rank)) * of_sample));
 }
 
 // Keys -> columns. `rows` says where the row of a row of keys goes, `blocks` maps a column of
@@ -112,16 +127,15 @@ void topk(TensorView keys, TensorView lens, TensorView out, Optional<TensorView>
   const DeviceKernels& gpu = on_device(device);
   const bool large = key_rows <= gpu.sm_count && width > 8192;
   const int threads = large ? topk_config::kLargeThreads : topk_config::kSmallThreads;
-  const int64_t slabs =
-      (width + threads * topk_config::kOwned - 1) / (threads * topk_config::kOwned);
-  params.kept = shared_bytes(threads, slabs) <= gpu.max_shared_bytes - 1024;
+  const int64_t list = list_length(width, k, threads);
+  if (shared_bytes(list) <= gpu.max_shared_bytes - 1024) params.list = static_cast<int32_t>(list);
   const bool whole = same(keys.dtype(), float32);
   Launch(whole ? (large ? "topk_f32_1024" : "topk_f32_512")
                : (large ? "topk_bf16_1024" : "topk_bf16_512"),
          device)
       .grid(key_rows)
       .block(threads)
-      .shared(shared_bytes(threads, params.kept ? slabs : 1))
+      .shared(shared_bytes(params.list))
       .run(params);
 }
 

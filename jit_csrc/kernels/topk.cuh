@@ -9,14 +9,12 @@
 // compressed_lens: all its columns are then those of candidates, of which the last is the row's
 // newest block and ends where the row's sight does.
 //
-// One CTA a row of keys. A histogram of the upper 12 bits finds the bin of the k-th largest key.
-// The columns of that bin, usually few, are listed, and the list is settled in shared memory by two
-// more digits. The upper 16 bits of the row's keys stay in shared memory, so global memory is read
-// once; a slab of 32 columns a thread at a time, each thread then marks its own columns, and prefix
-// sums over the threads give every selected column its place. A bin too full for the list (ties,
-// NaN, narrow ranges) is narrowed to 16 bits first. If that does not do, either its keys are all
-// the same, or the row is read again for each digit: slower, still exact, with no buffer that could
-// overflow. So are rows too long for shared memory.
+// One CTA a row of keys. A sample of the row gives a bound that most likely somewhat more than k
+// keys reach. One pass compares all keys with it and lists the columns that do, in order; the list
+// is settled in shared memory. If the list overflows because the bound itself, which is a key of
+// the row, is found often, it is the k-th key, and the row is compared once more. Otherwise, and
+// where no list would fit, the k-th key is found digit by digit: slower, still exact, with no
+// buffer that could overflow.
 #pragma once
 
 #include "kernels/topk.h"
@@ -36,39 +34,45 @@ struct Topk {
   static constexpr int kMinBlocks = Threads == 512 ? 3 : 1;
 #endif
   static constexpr int kVector = 4;  // columns of a load
-  static constexpr int kTile = Threads * kVector;
   static constexpr int kWarps = Threads / 32;
-  static constexpr int kOwned = topk_config::kOwned;
-  static constexpr int kSlab = Threads * kOwned;  // columns settled at a time
-  static constexpr int kTilesOfSlab = kSlab / kTile;
-  static constexpr int kCoarseBins = topk_config::kCoarseBins;
-  static constexpr int kDigitBins = topk_config::kDigitBins;
-  static constexpr int kDigitBits = topk_config::kDigitBits;
-  static constexpr int kListed = topk_config::kListed;
-  static constexpr uint32_t kForced = 0xffffffffu;
+  static constexpr int kRun = topk_config::kRun;  // columns whose order a thread settles
+  static constexpr int kWarpColumns = 32 * kRun;
+  static constexpr int kChunk = Threads * kRun;  // columns compared at a time
+  static constexpr int kBinBits = topk_config::kBinBits;
+  static constexpr int kBins = topk_config::kBins;
+  static constexpr int kSampled = topk_config::kSampled;
+  static constexpr uint32_t kForced = 0xffffffffu;  // above every key
+  static constexpr uint32_t kLowest = 0x007fffffu;  // -inf
+  static_assert(kRun == 32, "a thread's marks are one word");
+  static_assert(kVector == topk_config::kSamples, "a sample is a load");
   using Bins = Histogram<Threads>;
   using Four32 = uint32_t[kVector];
-  static_assert(32 - topk_config::kCoarseBits == 2 * kDigitBits, "three digits are a key");
-  static_assert(kOwned == 32, "a thread's marks are one word");
 
-  // Shared memory: the histogram, later the list; a digit's histogram; upper halves, see `slot`.
+  struct Kth {
+    uint32_t key;  // the k-th largest, but for the forced column
+    int need;      // how many columns with this key are selected: the first ones
+  };
+
+  // Shared memory: a histogram, then the list.
   static __device__ uint32_t* shared() {
     extern __shared__ uint4 bytes[];
     return reinterpret_cast<uint32_t*>(bytes);
   }
-  static __device__ uint32_t* coarse_bins() { return shared(); }               // [kCoarseBins]
-  static __device__ uint32_t* list_keys() { return shared(); }                 // [kListed]
-  static __device__ uint32_t* list_columns() { return shared() + kListed; }    // [kListed]
-  static __device__ uint32_t* digit_bins() { return shared() + kCoarseBins; }  // [kDigitBins]
-  static __device__ uint16_t* kept() {  // [slabs of a row, or 1][kSlab]
-    return reinterpret_cast<uint16_t*>(shared() + kCoarseBins + kDigitBins);
-  }
+  static __device__ Bins histogram() { return Bins(shared()); }               // [kBins]
+  static __device__ uint32_t* list_keys() { return shared() + kBins; }        // [p.list]
+  __device__ uint32_t* list_columns() const { return list_keys() + p.list; }  // [p.list]
 
   const Params& p;
   const Key* row;
   int columns;
-  int forced;    // this column is selected whatever it holds; -1: none
-  bool vectors;  // the row starts at a multiple of a vector's bytes
+
+  // The column that is selected whatever it holds; -1: none.
+  __device__ __forceinline__ int forced() const { return p.force_last ? columns - 1 : -1; }
+
+  // Whether the row starts at a multiple of a vector's bytes.
+  __device__ __forceinline__ bool vectors() const {
+    return reinterpret_cast<uint64_t>(row) % (kVector * sizeof(Key)) == 0;
+  }
 
   static __device__ void run(const Params& p) {
     const int64_t r = row_number(p);
@@ -81,17 +85,16 @@ struct Topk {
       const int unseen = static_cast<int>(-seen & 7);  // positions of the newest block
       columns = min(columns, (p.width + 7) / 8 * 8 - unseen);
     }
-    if (columns <= p.k) {  // all of them; no key is read
+    const bool only_forced = p.force_last && p.k == 1;
+    if (columns <= p.k || only_forced) {  // no key is read
       int32_t* out = p.out + r * p.out_stride;
       for (int i = threadIdx.x; i < p.k; i += Threads) {
-        out[i] = i < columns ? place(p, r, i) : p.unused;
+        out[i] = columns > p.k ? place(p, r, columns - 1) : i < columns ? place(p, r, i) : p.unused;
       }
       return;
     }
     const Key* row = static_cast<const Key*>(p.keys) + int64_t(blockIdx.x) * p.stride;
-    const Topk self{p, row, columns, p.force_last ? columns - 1 : -1,
-                    reinterpret_cast<uint64_t>(row) % (kVector * sizeof(Key)) == 0};
-    self.select();
+    Topk{p, row, columns}.select();
   }
 
   // The row of out that is this CTA's; -1: none. Asked again where it is needed: registers are
@@ -100,300 +103,361 @@ struct Topk {
     return p.rows != nullptr ? __ldg(p.rows + blockIdx.x) : int64_t(blockIdx.x);
   }
 
-  // 0. Keys ---------------------------------------------------------------------------------------
+  // How many columns are selected, but for the forced one.
+  __device__ __forceinline__ int wanted() const { return p.k - p.force_last; }
 
-  __device__ uint32_t load(int c) const { return c == forced ? kForced : load_ordered(row + c); }
-
-  // Where column c's upper half is. A thread owns 32 columns, four 16-byte vectors in a row of 64
-  // bytes; the vectors are permuted so that neither writing columns nor reading owned ones
-  // conflicts.
-  static __device__ __forceinline__ uint32_t slot(uint32_t c) {
-    return c ^ (c >> 6 & 3) << 3;  // bits 6 and 7: the owner's number / 2; bits 3 and 4: the vector
-  }
-
-  // Calls visit(first column, four keys, whole) for all columns of [first, stop). Past the row's
-  // end a key is 0, below every key; `whole` says that none is.
-  template <typename Visit>
-  __device__ __forceinline__ void for_each_key(int first, int stop, Visit visit) const {
-    constexpr int kAhead = 2;  // loads in flight
-    int base = first;
-    if (vectors) {
-      const int ordinary = min(stop, forced >= 0 ? forced : columns);
-      for (; base + kAhead * kTile <= ordinary; base += kAhead * kTile) {
-        const int c = base + static_cast<int>(threadIdx.x) * kVector;
-        Four<Key> raw[kAhead];
-#pragma unroll
-        for (int a = 0; a < kAhead; ++a) raw[a] = load_four(row + c + a * kTile);
-#pragma unroll
-        for (int a = 0; a < kAhead; ++a) {
-          uint32_t key[kVector];
-          ordered(raw[a], key);
-          visit(c + a * kTile, key, true);
-        }
+  __device__ __forceinline__ void select() const {
+    uint32_t bound = kLowest;
+    int reached = columns;
+    if (columns <= p.list) {
+      for (int i = threadIdx.x; i < columns; i += Threads) list_columns()[i] = i;
+    } else if (p.list > 0) {
+      bound = sampled_bound();
+      reached = list_from(bound);
+    }
+    if (reached >= p.k && reached <= p.list) {
+      write_listed(settle_listed(bound, reached), reached);
+      return;
+    }
+    if (reached > p.list) {  // perhaps the bound is the k-th key
+      const int above = count_from(bound + 1);
+      if (above < p.k) {
+        write({bound, p.k - above});
+        return;
       }
     }
-    for (; base < stop; base += kTile) {
-      const int c = base + static_cast<int>(threadIdx.x) * kVector;
-      uint32_t key[kVector];
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) key[j] = c + j < columns ? load(c + j) : 0;
-      if (c < stop) visit(c, key, false);
-    }
+    write(kth_by_digits());
   }
 
-  // This thread's columns of a slab, 8 at a time: visit(first column, their upper halves by pairs).
-  template <typename Visit>
-  __device__ __forceinline__ void for_each_owned(int slab, Visit visit) const {
-    const uint16_t* owned = kept() + slab + threadIdx.x * kOwned;
-#pragma unroll 1  // registers are what is short
-    for (int v = 0; v < 4; ++v) {
-      const uint4 x = *reinterpret_cast<const uint4*>(owned + (v ^ (threadIdx.x >> 1 & 3)) * 8);
-      const uint32_t pairs[4] = {x.x, x.y, x.z, x.w};
-      visit(v * 8, pairs);
-    }
-  }
+  // 1. The bound ----------------------------------------------------------------------------------
 
-  // Bits of this thread's columns of a slab whose upper half is at least `from`, below 0x10000.
-  __device__ __forceinline__ uint32_t owned_from(int slab, uint32_t from) const {
-    uint32_t bits = 0;
-    const uint32_t shifted = from << 16;
-    for_each_owned(slab, [&](int first, const uint32_t (&pairs)[4]) {
-      uint32_t eight = 0;
+  // Of the row's groups of 32 columns, at most kSampled a thread, four columns each: not always the
+  // same four, since what a column holds may depend on its place in a block.
+  __device__ __forceinline__ uint32_t sampled_bound() const {
+    __shared__ uint32_t smallest;
+    const int groups = columns / kRun, sampled = min(groups, kSampled * Threads);
+    uint32_t key[kSampled][kVector];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (pairs[i] << 16 >= shifted) eight |= 1u << 2 * i;
-        if (pairs[i] >= shifted) eight |= 2u << 2 * i;
+    for (int s = 0; s < kSampled; ++s) {
+      const int i = static_cast<int>(threadIdx.x) + s * Threads;
+      if (i < sampled) {
+        const int group = groups == sampled ? i : static_cast<int>(int64_t(i) * groups / sampled);
+        const int four = (group ^ group >> 3 ^ group >> 6) & 7;
+        load(group * kRun + four * kVector, key[s]);
+      } else {
+#pragma unroll
+        for (uint32_t& k : key[s]) k = 0;
       }
-      bits |= eight << first;
+    }
+    if (threadIdx.x == 0) smallest = kForced;
+    const Bins bins = histogram();
+    bins.template clear<kBins>();
+    for_each_sample(key, [&](uint32_t k) { bins.count(k >> 32 - kBinBits); });
+    // The bound's rank in the sample: 4.5 deviations on the safe side.
+    const float expected = float(p.k) * float(sampled) * kVector / float(columns);
+    const int rank = static_cast<int>(expected + 4.5f * sqrtf(expected)) + 3;
+    if (rank > sampled * kVector) return kLowest;
+    const Found upper = bins.template find<kBins>(rank);
+    bins.template clear<kBins>();
+    for_each_sample(key, [&](uint32_t k) {
+      if (k >> 32 - kBinBits == upper.bin) bins.count(k >> 32 - 2 * kBinBits & (kBins - 1));
     });
+    const Found lower = bins.template find<kBins>(upper.need);
+    const uint32_t digits = static_cast<uint32_t>(upper.bin) << kBinBits | lower.bin;
+    uint32_t low = kForced;
+    for_each_sample(key, [&](uint32_t k) {
+      if (k >> 32 - 2 * kBinBits == digits) low = min(low, k);
+    });
+    low = min_of_warp(low);
+    if (threadIdx.x % 32 == 0) atomicMin(&smallest, low);
+    __syncthreads();  // the smallest is known
+    return smallest;
+  }
+
+  template <typename Visit>
+  static __device__ __forceinline__ void for_each_sample(const uint32_t (&key)[kSampled][kVector],
+                                                         Visit visit) {
+#pragma unroll
+    for (int s = 0; s < kSampled; ++s) {
+      if (key[s][0] == 0) continue;
+#pragma unroll
+      for (uint32_t k : key[s]) visit(k);
+    }
+  }
+
+  // Four ordered keys of a row.
+  __device__ __forceinline__ void load(int c, Four32& key) const {
+    if (vectors()) {
+      ordered(load_four_of_line(row + c), key);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) key[j] = load_ordered(row + c + j);
+    }
+  }
+
+  // 2. The list -----------------------------------------------------------------------------------
+
+  // This thread's columns of a chunk, 32 from the one returned in `first` on: a bit for each whose
+  // key is at least `bound`, and for the forced one.
+  template <int Ahead>
+  __device__ __forceinline__ uint32_t reaching(int chunk, uint32_t bound, int& first) const {
+    const int lane = threadIdx.x % 32;
+    const int of_warp = chunk + static_cast<int>(threadIdx.x / 32) * kWarpColumns;
+    first = of_warp + lane * kRun;
+    const int left = columns - first;  // of the row
+    if (of_warp >= columns) return 0;
+    uint32_t bits = ~0u;
+    if (bound > kLowest) bits = run_of_lane(compared<Ahead>(of_warp, from_ordered(bound)));
+    if (left < kRun) bits &= left > 0 ? (1u << left) - 1 : 0;
+    if (p.force_last && left > 0 && left <= kRun) bits |= 1u << (left - 1);
     return bits;
   }
 
-  // 2. Selection ----------------------------------------------------------------------------------
+  // Bit 4 v + j: whether column of_warp + 128 v + 4 lane + j is at least `bound`. Undefined for
+  // columns past the row's end.
+  template <int Ahead>  // loads in flight
+  __device__ __forceinline__ uint32_t compared(int of_warp, float bound) const {
+    const int first = of_warp + static_cast<int>(threadIdx.x) % 32 * kVector;
+    if (!vectors()) return compared_singly(first, bound);
+    if (of_warp + kWarpColumns <= columns) return compared_vectors<Ahead, true>(first, bound);
+    uint32_t bits = compared_vectors<1, false>(first, bound);
+    const int whole = columns / kVector * kVector - first;  // columns from here to the last few
+    if (whole >= 0 && whole % (32 * kVector) == 0) {
+      const int from = whole / 32;
+      bits = (bits & ((1u << from) - 1)) | compared_singly(first, bound, from);
+    }
+    return bits;
+  }
 
-  __device__ __forceinline__ void select() const {
-    const Bins histogram(coarse_bins()), digits(digit_bins());
-    histogram.template clear<kCoarseBins>();
-    const int slabs = (columns + kSlab - 1) / kSlab;
-    for_each_key(0, p.kept ? slabs * kSlab : columns, [&](int c, const Four32& key, bool whole) {
+  // Of whole vectors of the row; `All`: of a warp whose vectors are.
+  template <int Ahead, bool All>
+  __device__ __forceinline__ uint32_t compared_vectors(int first, float bound) const {
+    constexpr int kVectors = kRun / kVector, kStep = 32 * kVector;
+    const Key* at = row + first;
+    const int last = columns - kVector - first;  // where the last vector may begin
+    uint32_t bits = 0;
+#pragma unroll(Ahead == 1 ? 1 : kVectors)
+    for (int v = 0; v < kVectors; v += Ahead) {
+      Four<Key> raw[Ahead];
 #pragma unroll
-      for (int j = 0; j < kVector; ++j) {
-        if (whole || key[j] != 0) histogram.count(key[j] >> 2 * kDigitBits);
+      for (int a = 0; a < Ahead; ++a) {
+        if (!All) raw[a] = {};
+        if (All || (v + a) * kStep <= last) raw[a] = load_four(at + (v + a) * kStep);
       }
-      if (p.kept) keep(c, key);
-    });
-    const Found coarse = histogram.template find<kCoarseBins>(p.k);
-
-    if (p.kept) {
-      // Bits of the upper half that are settled: 12, or all 16 if the bin is too full.
-      int shift = 4;
-      uint32_t bin = coarse.bin;
-      Found tied = coarse;
-      if (tied.count > kListed) {
-        digits.template clear<16>();
-        for (int s = 0; s < columns; s += kSlab) {
-          for_each_owned(s, [&](int, const uint32_t (&pairs)[4]) {
 #pragma unroll
-            for (uint32_t pair : pairs) {
-              if ((pair & 0xffff) >> 4 == bin) digits.count(pair & 15);
-              if (pair >> 20 == bin) digits.count(pair >> 16 & 15);
-            }
-          });
-        }
-        tied = digits.template find<16>(coarse.need);
-        bin = bin << 4 | tied.bin;
-        shift = 0;
-      }
-      if (tied.count <= kListed) {
-        settle_listed(bin << shift, (bin + 1) << shift, tied.need, tied.count);
-        write_kept(min((bin + 1) << shift, 0xffffu), 0);  // what is selected is all ones
-        return;
-      }
-      if (same_keys(bin)) {
-        write_kept(bin + 1, tied.need);
-        return;
-      }
-    }
-    select_again(p, row, columns, forced, vectors, coarse.bin, coarse.need);
-  }
-
-  // Digit by digit from global memory. A call of its own: the usual path keeps its registers.
-  static __device__ __noinline__ void select_again(const Params& p, const Key* row, int columns,
-                                                   int forced, bool vectors, uint32_t bin,
-                                                   int need) {
-    const Topk self{p, row, columns, forced, vectors};
-    const Bins digits(digit_bins());
-    digits.template clear<kDigitBins>();
-    self.count_digit(digits, bin, 2 * kDigitBits, kDigitBits);
-    const Found middle = digits.template find<kDigitBins>(need);
-    const uint32_t upper = bin << kDigitBits | middle.bin;
-    digits.template clear<kDigitBins>();
-    self.count_digit(digits, upper, kDigitBits, 0);
-    const Found last = digits.template find<kDigitBins>(middle.need);
-    self.write_again(upper << kDigitBits | last.bin, last.need);
-  }
-
-  // Keeps the upper halves of four columns; 0 past the row's end.
-  __device__ __forceinline__ void keep(int c, const Four32& key) const {
-    *reinterpret_cast<uint2*>(kept() + slot(c)) =
-        make_uint2(__byte_perm(key[0], key[1], 0x7632), __byte_perm(key[2], key[3], 0x7632));
-  }
-
-  // Counts one digit of the keys that agree with `prefix` above it.
-  __device__ __forceinline__ void count_digit(const Bins& digits, uint32_t prefix, int prefix_shift,
-                                              int shift) const {
-    for_each_key(0, columns, [&](int, const Four32& key, bool) {
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) {
-        if (key[j] >> prefix_shift == prefix) digits.count(key[j] >> shift & (kDigitBins - 1));
-      }
-    });
-  }
-
-  // Whether all keys with this upper half are the same; always so for bfloat16.
-  __device__ __forceinline__ bool same_keys(uint32_t half) const {
-    if constexpr (sizeof(Key) == 2) return true;
-    bool any = false, same = true;
-    uint32_t first = 0;
-    for_each_key(0, columns, [&](int, const Four32& key, bool) {
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) {
-        if (key[j] >> 16 != half) continue;
-        same &= !any || key[j] == first;
-        first = key[j];
-        any = true;
-      }
-    });
-    __shared__ uint32_t smallest, largest;
-    if (threadIdx.x == 0) smallest = ~0u, largest = 0;
-    __syncthreads();  // both are initialized
-    if (any) atomicMin(&smallest, first), atomicMax(&largest, same ? first : ~0u);
-    __syncthreads();  // both are complete
-    return smallest == largest;
-  }
-
-  // Lists the columns whose upper half is in [from, to) in column order, finds which of them are
-  // selected, and replaces their upper halves: all ones if selected, else 0.
-  __device__ __forceinline__ void settle_listed(uint32_t from, uint32_t to, int need,
-                                                int count) const {
-    const Bins digits(digit_bins());
-    uint32_t listed = 0;
-    for (int s = 0; s < columns; s += kSlab) {
-      uint32_t mine = owned_from(s, from);
-      if (to <= 0xffff) mine &= ~owned_from(s, to);
-      uint32_t total;
-      uint32_t at = listed + exclusive_scan<kWarps, uint32_t>(__popc(mine), &total);
-      listed += total;
-      for (; mine != 0; mine &= mine - 1) {
-        list_columns()[at++] = s + threadIdx.x * kOwned + __ffs(mine) - 1;
-      }
-    }
-    digits.template clear<kDigitBins>();  // and the list of columns is complete
-    for (int i = threadIdx.x; i < count; i += Threads) {
-      const uint32_t key = load(static_cast<int>(list_columns()[i]));
-      list_keys()[i] = key;
-      digits.count(key >> kDigitBits & (kDigitBins - 1));
-    }
-    const Found middle = digits.template find<kDigitBins>(need);
-    digits.template clear<kDigitBins>();
-    for (int i = threadIdx.x; i < count; i += Threads) {
-      const uint32_t key = list_keys()[i];
-      if ((key >> kDigitBits & (kDigitBins - 1)) == middle.bin)
-        digits.count(key & (kDigitBins - 1));
-    }
-    const Found last = digits.template find<kDigitBins>(middle.need);
-    const uint32_t low = static_cast<uint32_t>(middle.bin) << kDigitBits | last.bin;
-    constexpr uint32_t kLow = (1u << 2 * kDigitBits) - 1;
-
-    constexpr int kPer = kListed / Threads;  // neighbors, since equal keys go by column
-    uint32_t equals = 0;
-#pragma unroll
-    for (int j = 0; j < kPer; ++j) {
-      const int i = static_cast<int>(threadIdx.x) * kPer + j;
-      equals += i < count && (list_keys()[i] & kLow) == low;
-    }
-    uint32_t rank = exclusive_scan<kWarps>(equals);
-#pragma unroll
-    for (int j = 0; j < kPer; ++j) {
-      const int i = static_cast<int>(threadIdx.x) * kPer + j;
-      if (i >= count) break;
-      const uint32_t key = list_keys()[i] & kLow;
-      const bool equal = key == low;
-      const bool selected = key > low || (equal && rank < static_cast<uint32_t>(last.need));
-      rank += equal;
-      const int c = static_cast<int>(list_columns()[i]);
-      kept()[slot(c)] = selected ? 0xffff : 0;
-    }
-    __syncthreads();  // before the kept halves are read, and the list's place is taken
-  }
-
-  // 3. Ordered output -----------------------------------------------------------------------------
-
-  // Kept rows: columns whose upper half is at least `from`, and the first `need` of those one
-  // below.
-  __device__ __forceinline__ void write_kept(uint32_t from, int need) const {
-    uint32_t before_above = 0, before_equal = 0;
-    for (int s = 0; s < columns; s += kSlab) {
-      const uint32_t higher = owned_from(s, from);
-      const uint32_t same = need > 0 ? owned_from(s, from - 1) & ~higher : 0;
-      write_slab(s, higher, same, need, before_above, before_equal);
-    }
-    finish();
-  }
-
-  // Any rows: the keys are read once more, and compared with the whole threshold.
-  __device__ __forceinline__ void write_again(uint32_t threshold, int need) const {
-    uint32_t before_above = 0, before_equal = 0;
-    for (int s = 0; s < columns; s += kSlab) {
-      // 2: above, 1: equal, 0: neither; in place of the slab's upper halves.
-      for_each_key(s, s + kSlab, [&](int c, const Four32& key, bool) {
-        uint32_t mark[kVector];
+      for (int a = 0; a < Ahead; ++a) {
+        float key[kVector];
+        floats(raw[a], key);
 #pragma unroll
         for (int j = 0; j < kVector; ++j) {
-          mark[j] = key[j] > threshold ? 2 : key[j] == threshold ? 1 : 0;
+          if (key[j] >= bound) bits |= 1u << ((v + a) * kVector + j);
         }
-        *reinterpret_cast<uint2*>(kept() + slot(c - s)) =
-            make_uint2(mark[0] | mark[1] << 16, mark[2] | mark[3] << 16);
-      });
-      __syncthreads();  // the marks are complete
-      const uint32_t higher = owned_from(0, 2);
-      const uint32_t same = owned_from(0, 1) & ~higher;
-      write_slab(s, higher, same, need, before_above, before_equal);  // its scan holds barriers
-    }
-    finish();
-  }
-
-  // Writes the selected columns of a slab: each goes behind all selected before it.
-  __device__ __forceinline__ void write_slab(int s, uint32_t higher, uint32_t same, int need,
-                                             uint32_t& before_above, uint32_t& before_equal) const {
-    const uint32_t counts = __popc(higher) | __popc(same) << 16;
-    uint32_t total;
-    const uint32_t prefix = exclusive_scan<kWarps>(counts, &total);
-    uint32_t rank_above = before_above + (prefix & 0xffff);
-    uint32_t rank_equal = before_equal + (prefix >> 16);
-    before_above += total & 0xffff;
-    before_equal += total >> 16;
-    int32_t* out = p.out + row_number(p) * p.out_stride;
-    for (uint32_t left = higher | same; left != 0; left &= left - 1) {
-      const int bit = __ffs(left) - 1;
-      const bool is_equal = same >> bit & 1;
-      if (!is_equal || rank_equal < static_cast<uint32_t>(need)) {
-        out[rank_above + min(rank_equal, static_cast<uint32_t>(need))] =
-            s + static_cast<int>(threadIdx.x) * kOwned + bit;
       }
-      rank_equal += is_equal;
-      rank_above += !is_equal;
+    }
+    return bits;
+  }
+
+  // From bit `from` on, a load a column.
+  __device__ __forceinline__ uint32_t compared_singly(int first, float bound, int from = 0) const {
+    uint32_t bits = 0;
+#pragma unroll 4
+    for (int i = from; i < kRun; ++i) {
+      const int c = first + i / kVector * 32 * kVector + i % kVector;
+      if (c >= columns) break;
+      if (load_float(row + c) >= bound) bits |= 1u << i;
+    }
+    return bits;
+  }
+
+  // From the bits of `compared` to those of 32 consecutive columns a lane, in order of lanes.
+  static __device__ __forceinline__ uint32_t run_of_lane(uint32_t bits) {
+    // Eight lanes transpose their 8 x 8 groups of four bits.
+    const int lane = threadIdx.x % 32;
+    bits = __byte_perm(bits, __shfl_xor_sync(~0u, bits, 4), lane & 4 ? 0x3276 : 0x5410);
+    bits = __byte_perm(bits, __shfl_xor_sync(~0u, bits, 2), lane & 2 ? 0x3715 : 0x6240);
+    const uint32_t other = __shfl_xor_sync(~0u, bits, 1);
+    constexpr uint32_t kLow = 0x0f0f0f0f;
+    bits = lane & 1 ? (bits & ~kLow) | (other >> 4 & kLow) : (bits & kLow) | (other & kLow) << 4;
+    return __shfl_sync(~0u, bits, lane % 4 * 8 + lane / 4);
+  }
+
+  // Lists the columns whose key is at least `bound`, as many as the list takes; how many they are.
+  __device__ __forceinline__ int list_from(uint32_t bound) const {
+    int listed = 0;
+#pragma unroll 1
+    for (int chunk = 0; chunk < columns; chunk += kChunk) {
+      int first, total;
+      uint32_t mine = reaching<4>(chunk, bound, first);
+      int at = listed + exclusive_scan<kWarps>(__popc(mine), &total);
+      listed += total;
+      for (; mine != 0 && at < p.list; mine &= mine - 1) {
+        list_columns()[at++] = first + __ffs(mine) - 1;
+      }
+    }
+    return listed;
+  }
+
+  // Reads the keys of the listed columns, all at least `bound`, and finds the k-th.
+  __device__ __forceinline__ Kth settle_listed(uint32_t bound, int count) const {
+    constexpr int kFew = 32;  // keys that a warp settles
+    __shared__ uint32_t largest, few[kFew];
+    __shared__ int num_few;
+    if (threadIdx.x == 0) largest = bound, num_few = 0;
+    __syncthreads();  // those, and the list of columns is complete
+    uint32_t high = bound;
+#pragma unroll 2
+    for (int i = threadIdx.x; i < count; i += Threads) {
+      const int c = static_cast<int>(list_columns()[i]);
+      const uint32_t key = c == forced() ? kForced : load_ordered(row + c);
+      list_keys()[i] = key;
+      if (c != forced()) high = max(high, key);
+    }
+    high = max_of_warp(high);
+    if (threadIdx.x % 32 == 0) atomicMax(&largest, high);
+    const Bins bins = histogram();
+    bins.template clear<kBins>();  // and the largest and the list of keys are complete
+
+    uint32_t low = bound, span = largest - bound;  // the k-th is in [low, low + span]
+    int need = wanted();
+    while (true) {
+      const int shift = max(0, 32 - kBinBits - __clz(span));
+#pragma unroll 1
+      for (int i = threadIdx.x; i < count; i += Threads) {
+        const uint32_t above = list_keys()[i] - low;  // large for keys below
+        if (above <= span) bins.count(above >> shift);
+      }
+      const Found found = bins.template find<kBins>(need);
+      low += static_cast<uint32_t>(found.bin) << shift;
+      span = (1u << shift) - 1;
+      need = found.need;
+      if (shift == 0) return {low, need};
+      if (found.count <= kFew) break;
+      bins.template clear<kBins>();
+    }
+#pragma unroll 1
+    for (int i = threadIdx.x; i < count; i += Threads) {
+      const uint32_t key = list_keys()[i];
+      if (key - low <= span) few[atomicAdd(&num_few, 1)] = key;
+    }
+    __syncthreads();  // the few are complete
+    // Every warp for itself: a lane's key is the k-th if the keys above it and those equal to it
+    // enclose what is needed.
+    const int lane = threadIdx.x % 32, n = num_few;
+    const uint32_t mine = lane < n ? few[lane] : 0;
+    int above = 0, equal = 0;
+#pragma unroll 1
+    for (int i = 0; i < n; ++i) {
+      const uint32_t key = few[i];
+      above += key > mine;
+      equal += key == mine;
+    }
+    const bool found = lane < n && above < need && need <= above + equal;
+    const int from = __ffs(__ballot_sync(~0u, found)) - 1;
+    return {__shfl_sync(~0u, mine, from), need - __shfl_sync(~0u, above, from)};
+  }
+
+  // Writes the selected ones of the listed columns.
+  __device__ __forceinline__ void write_listed(const Kth& kth, int count) const {
+    const int per = (count + Threads - 1) / Threads;  // neighbors, since equal keys go by column
+    const int first = threadIdx.x * per, stop = min(first + per, count);
+    uint32_t counts = 0;
+#pragma unroll 1
+    for (int i = first; i < stop; ++i) {
+      const uint32_t key = list_keys()[i];
+      counts += (key > kth.key) | (key == kth.key) << 16;
+    }
+    const uint32_t before = exclusive_scan<kWarps>(counts);
+    Writer writer(*this, kth.need, before & 0xffff, before >> 16);
+#pragma unroll 1
+    for (int i = first; i < stop; ++i) {
+      const uint32_t key = list_keys()[i];
+      if (key >= kth.key) writer.write(list_columns()[i], key == kth.key);
     }
   }
 
-  // Maps the columns that were written to where they go.
-  __device__ void finish() const {
-    if (p.blocks == nullptr && p.request_of_row == nullptr) return;
-    __syncthreads();  // the row's columns are written, by this CTA
-    const int64_t r = row_number(p);
-    int32_t* out = p.out + r * p.out_stride;
-    for (int i = threadIdx.x; i < p.k; i += Threads) out[i] = place(p, r, out[i]);
+  // 3. Without a list -----------------------------------------------------------------------------
+
+  // Columns whose key is at least `bound`, the forced one among them.
+  __device__ __forceinline__ int count_from(uint32_t bound) const {
+    int count = 0;
+#pragma unroll 1
+    for (int chunk = 0; chunk < columns; chunk += kChunk) {
+      int first, total;
+      exclusive_scan<kWarps>(__popc(reaching<1>(chunk, bound, first)), &total);
+      count += total;
+    }
+    return count;
   }
+
+  __device__ __forceinline__ Kth kth_by_digits() const {
+    const Bins bins = histogram();
+    uint32_t prefix = 0;
+    int need = wanted();
+#pragma unroll 1
+    for (int shift = 32 - kBinBits, above = 0;; above = shift, shift = max(0, shift - kBinBits)) {
+      bins.template clear<kBins>();
+#pragma unroll 4
+      for (int c = threadIdx.x; c < columns; c += Threads) {
+        if (c == forced()) continue;
+        const uint32_t key = load_ordered(row + c);
+        if (above == 0 || key >> above == prefix >> above) {
+          bins.count((key >> shift) - (prefix >> shift));
+        }
+      }
+      const Found found = bins.template find<kBins>(need);
+      prefix += static_cast<uint32_t>(found.bin) << shift;
+      need = found.need;
+      if (shift == 0) return {prefix, need};
+    }
+  }
+
+  // Writes the columns above the k-th key and the first ones equal to it.
+  __device__ __forceinline__ void write(const Kth& kth) const {
+    uint32_t before_above = 0, before_equal = 0;
+#pragma unroll 1
+    for (int chunk = 0; chunk < columns; chunk += kChunk) {
+      int first;
+      uint32_t left = reaching<1>(chunk, kth.key, first);
+      const uint32_t higher = reaching<1>(chunk, kth.key + 1, first);
+      const uint32_t same = left & ~higher;
+      uint32_t total;
+      const uint32_t before =
+          exclusive_scan<kWarps>(uint32_t(__popc(higher) | __popc(same) << 16), &total);
+      Writer writer(*this, kth.need, before_above + (before & 0xffff),
+                    before_equal + (before >> 16));
+      before_above += total & 0xffff, before_equal += total >> 16;
+      for (; left != 0; left &= left - 1) {
+        const int bit = __ffs(left) - 1;
+        writer.write(first + bit, same >> bit & 1);
+      }
+    }
+  }
+
+  // 4. Output -------------------------------------------------------------------------------------
+
+  // Writes columns, in order, behind all selected ones before them.
+  struct Writer {
+    const Topk& topk;
+    int r;
+    int32_t* out;
+    uint32_t need, above, equal;
+
+    __device__ __forceinline__ Writer(const Topk& topk, int need, uint32_t above, uint32_t equal)
+        : topk(topk),
+          r(static_cast<int>(row_number(topk.p))),
+          out(topk.p.out + row_number(topk.p) * topk.p.out_stride),
+          need(need),
+          above(above),
+          equal(equal) {}
+
+    __device__ __forceinline__ void write(int column, bool is_equal) {
+      if (!is_equal || equal < need) {
+        out[above + min(equal, need)] = place(topk.p, r, column);
+      }
+      equal += is_equal;
+      above += !is_equal;
+    }
+  };
 
   static __device__ int32_t place(const Params& p, int64_t r, int c) {
     int position = c;

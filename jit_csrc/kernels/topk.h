@@ -25,22 +25,18 @@ struct TopkParams {
   int32_t per_column;  // 1, or 8: a column is a block
   int32_t page_size;
   int32_t force_last;  // 1: the last column that counts is selected whatever it holds
-  int32_t kept;        // 1: the row fits in shared memory
+  int32_t list;        // columns that the list takes; 0: no list
 };
 
 namespace topk_config {
 
-constexpr int kOwned = 32;  // consecutive columns whose order a thread settles
-constexpr int kCoarseBits = 12;
-constexpr int kCoarseBins = 1 << kCoarseBits;
-constexpr int kDigitBits = 10;  // twice, for the other 20 bits of a key
-constexpr int kDigitBins = 1 << kDigitBits;
-// Columns that tie in the coarse digit and are settled in shared memory, where the histogram was.
-constexpr int kListed = kCoarseBins / 2;
+constexpr int kBinBits = 11;
+constexpr int kBins = 1 << kBinBits;
+constexpr int kSampled = 2;  // groups of a row's columns that a thread takes samples of, at most
+constexpr int kRun = 32;     // columns of a group
+constexpr int kSamples = 4;  // of a group
 constexpr int kSmallThreads = 512;
 constexpr int kLargeThreads = 1024;
-// The histogram, a digit's histogram, then the upper halves of a row's, or of a slab's, keys.
-constexpr int kFixedBytes = (kCoarseBins + kDigitBins) * 4;
 
 }  // namespace topk_config
 }  // namespace sparse_indexer

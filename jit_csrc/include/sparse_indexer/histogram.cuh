@@ -35,6 +35,22 @@ struct Histogram {
     asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(address + bin * 4) : "memory");
   }
 
+  // Some neighboring bins; 0 for bins below the first.
+  template <int Count>
+  __device__ __forceinline__ void load(int first, uint32_t (&counts)[Count]) const {
+    constexpr int kVector = Count % 4 == 0 ? 4 : Count % 2 == 0 ? 2 : 1;
+    struct alignas(4 * kVector) Vector {
+      uint32_t word[kVector];
+    };
+#pragma unroll
+    for (int j = 0; j < Count; j += kVector) {
+      Vector v{};
+      if (first >= 0) v = *reinterpret_cast<const Vector*>(bins + first + j);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) counts[j + i] = v.word[i];
+    }
+  }
+
   // Finds the need-th element from the top; `need` is at most the number of elements.
   template <int Bins>
   __device__ __forceinline__ Found find(int need) const {
@@ -44,11 +60,9 @@ struct Histogram {
     const int first = Bins - (static_cast<int>(threadIdx.x) + 1) * kPer;
     uint32_t counts[kPer];
     uint32_t sum = 0;
+    load(first, counts);
 #pragma unroll
-    for (int j = 0; j < kPer; ++j) {
-      counts[j] = first >= 0 ? bins[first + j] : 0;
-      sum += counts[j];
-    }
+    for (uint32_t count : counts) sum += count;
     int left = need - static_cast<int>(exclusive_scan<Threads / 32>(sum));
     if (left > 0 && left <= static_cast<int>(sum)) {  // one thread
 #pragma unroll

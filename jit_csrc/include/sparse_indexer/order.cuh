@@ -17,16 +17,23 @@ __device__ inline uint32_t ordered(float x) {
   const uint32_t bits = __float_as_uint(fmaxf(x, __int_as_float(0xff800000)) + 0.0f);
   return bits ^ (static_cast<int32_t>(bits) >> 31 | 0x80000000u);
 }
-__device__ inline uint32_t ordered(uint32_t bits) {
-  return ordered(__uint_as_float(bits));
+
+// The float of an ordered integer, +0 for both zeros. One above -inf or any float's is of the next
+// float, one above +inf's of a NaN, which nothing reaches.
+__device__ inline float from_ordered(uint32_t key) {
+  return __uint_as_float(key ^ (~static_cast<int32_t>(key) >> 31 | 0x80000000u));
 }
 
 // One element, by the read-only path.
-__device__ inline uint32_t load_ordered(const float* at) {
-  return ordered(__ldg(reinterpret_cast<const uint32_t*>(at)));
+__device__ inline float load_float(const float* at) {
+  return __ldg(at);
 }
-__device__ inline uint32_t load_ordered(const BFloat16* at) {
-  return ordered(uint32_t(__ldg(reinterpret_cast<const uint16_t*>(at))) << 16);
+__device__ inline float load_float(const BFloat16* at) {
+  return __uint_as_float(uint32_t(__ldg(reinterpret_cast<const uint16_t*>(at))) << 16);
+}
+template <typename Key>
+__device__ inline uint32_t load_ordered(const Key* at) {
+  return ordered(load_float(at));
 }
 
 // Four elements as they are stored; `at` is a multiple of their bytes.
@@ -48,13 +55,37 @@ __device__ __forceinline__ Four<BFloat16> load_four(const BFloat16* at) {
   return {__ldg(reinterpret_cast<const uint2*>(at))};
 }
 
-__device__ __forceinline__ void ordered(const Four<float>& v, uint32_t (&key)[4]) {
-  key[0] = ordered(v.bits.x), key[1] = ordered(v.bits.y);
-  key[2] = ordered(v.bits.z), key[3] = ordered(v.bits.w);
+// The same, and asks for the 128 bytes around them to be brought into the L2.
+__device__ __forceinline__ Four<float> load_four_of_line(const float* at) {
+  Four<float> v;
+#if __CUDA_ARCH__ >= 750
+  asm("ld.global.nc.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+      : "=r"(v.bits.x), "=r"(v.bits.y), "=r"(v.bits.z), "=r"(v.bits.w)
+      : "l"(at));
+#else
+  v = load_four(at);
+#endif
+  return v;
 }
-__device__ __forceinline__ void ordered(const Four<BFloat16>& v, uint32_t (&key)[4]) {
-  key[0] = ordered(v.bits.x << 16), key[1] = ordered(v.bits.x & 0xffff0000u);
-  key[2] = ordered(v.bits.y << 16), key[3] = ordered(v.bits.y & 0xffff0000u);
+__device__ __forceinline__ Four<BFloat16> load_four_of_line(const BFloat16* at) {
+  return load_four(at);
+}
+
+__device__ __forceinline__ void floats(const Four<float>& v, float (&key)[4]) {
+  key[0] = __uint_as_float(v.bits.x), key[1] = __uint_as_float(v.bits.y);
+  key[2] = __uint_as_float(v.bits.z), key[3] = __uint_as_float(v.bits.w);
+}
+__device__ __forceinline__ void floats(const Four<BFloat16>& v, float (&key)[4]) {
+  key[0] = __uint_as_float(v.bits.x << 16), key[1] = __uint_as_float(v.bits.x & 0xffff0000u);
+  key[2] = __uint_as_float(v.bits.y << 16), key[3] = __uint_as_float(v.bits.y & 0xffff0000u);
+}
+
+template <typename Key>
+__device__ __forceinline__ void ordered(const Four<Key>& v, uint32_t (&key)[4]) {
+  float x[4];
+  floats(v, x);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) key[i] = ordered(x[i]);
 }
 
 }  // namespace sparse_indexer

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Prefix sums over a CTA.
+// Prefix sums over a CTA, extremes over a warp.
 #pragma once
 
 #include "sparse_indexer/cstdint.h"
@@ -16,6 +16,20 @@ __device__ __forceinline__ T inclusive_scan_of_warp(T value) {
     if (lane >= step) value += from;
   }
   return value;
+}
+
+__device__ __forceinline__ uint32_t max_of_warp(uint32_t value) {
+#if __CUDA_ARCH__ >= 800
+  return __reduce_max_sync(~0u, value);
+#else
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) value = max(value, __shfl_xor_sync(~0u, value, step));
+  return value;
+#endif
+}
+
+__device__ __forceinline__ uint32_t min_of_warp(uint32_t value) {
+  return ~max_of_warp(~value);
 }
 
 // Sum of `value` over the threads before this one; every thread of a CTA of `Warps` warps calls it.
