@@ -18,16 +18,14 @@ int64_t shared_bytes(int64_t list) {
   return 4 * topk_config::kBins + 8 * list;
 }
 
-// How many columns reach the bound that the kernel takes from a sample, and 6 deviations more: keys
-// of neighboring columns are not independent.
+// How many columns reach the bound that the kernel takes from a sample, and 6 deviations more.
 int64_t list_length(int64_t width, int64_t k, int threads) {
   constexpr int64_t kShort = 2048;  // all of a row
   if (width <= kShort) return width;
-  const int64_t groups =
-      std::min<int64_t>(width / topk_config::kRun, topk_config::kSampled * threads);
+  const int64_t groups = std::min<int64_t>(width / topk_config::kGroup, threads);
   const double of_sample = double(width) / double(groups * topk_config::kSamples);
   const double expected = double(k) / of_sample;
-  const double rank = expected + 4.5 * std::sqrt(expected) + 3;
+  const double rank = expected + 6 * std::sqrt(expected) + 3;
   return std::min<int64_t>(width, int64_t((rank + 6 * std::sqrt(rank)) * of_sample));
 }
 
@@ -130,8 +128,8 @@ void topk(TensorView keys, TensorView lens, TensorView out, Optional<TensorView>
   const int64_t list = list_length(width, k, threads);
   if (shared_bytes(list) <= gpu.max_shared_bytes - 1024) params.list = static_cast<int32_t>(list);
   const bool whole = same(keys.dtype(), float32);
-  Launch(whole ? (large ? "topk_f32_1024" : "topk_f32_512")
-               : (large ? "topk_bf16_1024" : "topk_bf16_512"),
+  Launch(whole ? (large ? "topk_f32_1024" : "topk_f32_256")
+               : (large ? "topk_bf16_1024" : "topk_bf16_256"),
          device)
       .grid(key_rows)
       .block(threads)

@@ -31,20 +31,21 @@ struct Topk {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 750
   static constexpr int kMinBlocks = 1024 / Threads;  // threads an SM has
 #else
-  static constexpr int kMinBlocks = Threads == 512 ? 3 : 1;
+  static constexpr int kMinBlocks = Threads == 1024 ? 1 : 1536 / Threads;
 #endif
   static constexpr int kVector = 4;  // columns of a load
   static constexpr int kWarps = Threads / 32;
-  static constexpr int kRun = topk_config::kRun;  // columns whose order a thread settles
+  static constexpr int kRun = 32;  // columns whose order a thread settles
   static constexpr int kWarpColumns = 32 * kRun;
   static constexpr int kChunk = Threads * kRun;  // columns compared at a time
   static constexpr int kBinBits = topk_config::kBinBits;
   static constexpr int kBins = topk_config::kBins;
-  static constexpr int kSampled = topk_config::kSampled;
+  static constexpr int kGroup = topk_config::kGroup;
+  static constexpr int kSamples = topk_config::kSamples;
   static constexpr uint32_t kForced = 0xffffffffu;  // above every key
   static constexpr uint32_t kLowest = 0x007fffffu;  // -inf
-  static_assert(kRun == 32, "a thread's marks are one word");
-  static_assert(kVector == topk_config::kSamples, "a sample is a load");
+  static constexpr uint32_t kTop = 0x80000000u;
+  static_assert(kSamples * 8 == kGroup, "a group's samples are at one of eight places");
   using Bins = Histogram<Threads>;
   using Four32 = uint32_t[kVector];
 
@@ -78,11 +79,12 @@ struct Topk {
     const int64_t r = row_number(p);
     if (r < 0) return;
     const int len = p.lens[blockIdx.x];
-    const int64_t seen = len > 0 ? len : 0;
-    const int64_t counted = (seen + p.per_column - 1) / p.per_column;
-    int columns = counted < p.width ? static_cast<int>(counted) : p.width;
+    const uint32_t seen = max(len, 0);
+    uint32_t counted = seen;
+    if (p.per_column > 1) counted = (seen + p.per_column - 1) / uint32_t(p.per_column);
+    int columns = min(static_cast<int>(counted), p.width);
     if (p.blocks != nullptr) {
-      const int unseen = static_cast<int>(-seen & 7);  // positions of the newest block
+      const int unseen = static_cast<int>(0u - seen & 7);  // positions of the newest block
       columns = min(columns, (p.width + 7) / 8 * 8 - unseen);
     }
     const bool only_forced = p.force_last && p.k == 1;
@@ -119,10 +121,11 @@ struct Topk {
       write_listed(settle_listed(bound, reached), reached);
       return;
     }
-    if (reached > p.list) {  // perhaps the bound is the k-th key
-      const int above = count_from(bound + 1);
+    if (reached > p.list) {  // perhaps the smallest of them is the k-th key
+      const uint32_t least = least_from(bound);
+      const int above = count_from(least + 1);
       if (above < p.k) {
-        write({bound, p.k - above});
+        write({least, p.k - above});
         return;
       }
     }
@@ -131,74 +134,61 @@ struct Topk {
 
   // 1. The bound ----------------------------------------------------------------------------------
 
-  // Of the row's groups of 32 columns, at most kSampled a thread, four columns each: not always the
-  // same four, since what a column holds may depend on its place in a block.
+  // Of the row's groups of 64 columns, at most one a thread, eight neighbors each: not always the
+  // same eight. A load of 32 bytes, the least that memory is read by.
   __device__ __forceinline__ uint32_t sampled_bound() const {
-    __shared__ uint32_t smallest;
-    const int groups = columns / kRun, sampled = min(groups, kSampled * Threads);
-    uint32_t key[kSampled][kVector];
-#pragma unroll
-    for (int s = 0; s < kSampled; ++s) {
-      const int i = static_cast<int>(threadIdx.x) + s * Threads;
-      if (i < sampled) {
-        const int group = groups == sampled ? i : static_cast<int>(int64_t(i) * groups / sampled);
-        const int four = (group ^ group >> 3 ^ group >> 6) & 7;
-        load(group * kRun + four * kVector, key[s]);
-      } else {
-#pragma unroll
-        for (uint32_t& k : key[s]) k = 0;
+    const int groups = columns / kGroup, sampled = min(groups, Threads);
+    const bool samples = threadIdx.x < sampled;
+    uint32_t key[kSamples];
+    if (samples) {
+      int group = threadIdx.x;
+      if (sampled < groups) {
+        group = min(static_cast<int>(float(group) * (float(groups) / float(Threads))), groups - 1);
       }
+      load_sample(group * kGroup + (group ^ group >> 3 ^ group >> 6) % 8 * kSamples, key);
     }
-    if (threadIdx.x == 0) smallest = kForced;
     const Bins bins = histogram();
     bins.template clear<kBins>();
-    for_each_sample(key, [&](uint32_t k) { bins.count(k >> 32 - kBinBits); });
-    // The bound's rank in the sample: 4.5 deviations on the safe side.
-    const float expected = float(p.k) * float(sampled) * kVector / float(columns);
-    const int rank = static_cast<int>(expected + 4.5f * sqrtf(expected)) + 3;
-    if (rank > sampled * kVector) return kLowest;
+    if (samples) {
+#pragma unroll
+      for (uint32_t k : key) bins.count(k >> 32 - kBinBits);
+    }
+    // The bound's rank in the sample: 6 deviations on the safe side, since neighbors resemble each
+    // other. As in the host's list_length.
+    const float expected = float(p.k) * float(sampled * kSamples) / float(columns);
+    const int rank = static_cast<int>(expected + 6 * sqrtf(expected)) + 3;
+    if (rank > sampled * kSamples) return kLowest;
     const Found upper = bins.template find<kBins>(rank);
     bins.template clear<kBins>();
-    for_each_sample(key, [&](uint32_t k) {
-      if (k >> 32 - kBinBits == upper.bin) bins.count(k >> 32 - 2 * kBinBits & (kBins - 1));
-    });
-    const Found lower = bins.template find<kBins>(upper.need);
-    const uint32_t digits = static_cast<uint32_t>(upper.bin) << kBinBits | lower.bin;
-    uint32_t low = kForced;
-    for_each_sample(key, [&](uint32_t k) {
-      if (k >> 32 - 2 * kBinBits == digits) low = min(low, k);
-    });
-    low = min_of_warp(low);
-    if (threadIdx.x % 32 == 0) atomicMin(&smallest, low);
-    __syncthreads();  // the smallest is known
-    return smallest;
-  }
-
-  template <typename Visit>
-  static __device__ __forceinline__ void for_each_sample(const uint32_t (&key)[kSampled][kVector],
-                                                         Visit visit) {
+    if (samples) {
 #pragma unroll
-    for (int s = 0; s < kSampled; ++s) {
-      if (key[s][0] == 0) continue;
-#pragma unroll
-      for (uint32_t k : key[s]) visit(k);
+      for (uint32_t k : key) {
+        bins.count_if(k >> 32 - kBinBits == upper.bin, k >> 32 - 2 * kBinBits & (kBins - 1));
+      }
     }
+    const Found lower = bins.template find<kBins>(upper.need);
+    return static_cast<uint32_t>(upper.bin << kBinBits | lower.bin) << 32 - 2 * kBinBits;
   }
 
-  // Four ordered keys of a row.
-  __device__ __forceinline__ void load(int c, Four32& key) const {
-    if (vectors()) {
-      ordered(load_four_of_line(row + c), key);
-    } else {
+  __device__ __forceinline__ void load_sample(int c, uint32_t (&key)[kSamples]) const {
 #pragma unroll
-      for (int j = 0; j < kVector; ++j) key[j] = load_ordered(row + c + j);
+    for (int i = 0; i < kSamples; i += kVector) {
+      Four32 four;
+      if (vectors()) {
+        ordered(load_four(row + c + i), four);
+      } else {
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) four[j] = load_ordered(row + c + i + j);
+      }
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) key[i + j] = four[j];
     }
   }
 
   // 2. The list -----------------------------------------------------------------------------------
 
-  // This thread's columns of a chunk, 32 from the one returned in `first` on: a bit for each whose
-  // key is at least `bound`, and for the forced one.
+  // This thread's 32 columns of a chunk from `first` on, whose bits begin with the highest: set if
+  // the column's key is at least `bound`, or it is the forced one.
   template <int Ahead>
   __device__ __forceinline__ uint32_t reaching(int chunk, uint32_t bound, int& first) const {
     const int lane = threadIdx.x % 32;
@@ -207,36 +197,36 @@ struct Topk {
     const int left = columns - first;  // of the row
     if (of_warp >= columns) return 0;
     uint32_t bits = ~0u;
-    if (bound > kLowest) bits = run_of_lane(compared<Ahead>(of_warp, from_ordered(bound)));
-    if (left < kRun) bits &= left > 0 ? (1u << left) - 1 : 0;
-    if (p.force_last && left > 0 && left <= kRun) bits |= 1u << (left - 1);
+    if (bound > kLowest) bits = run_of_lane(above<Ahead>(of_warp, float_below(bound)));
+    if (left < kRun) bits &= left > 0 ? ~(~0u >> left) : 0;
+    if (p.force_last && left > 0 && left <= kRun) bits |= 1u << (kRun - left);
     return bits;
   }
 
-  // Bit 4 v + j: whether column of_warp + 128 v + 4 lane + j is at least `bound`. Undefined for
-  // columns past the row's end.
+  // Bit 31 - i, with i = 4 v + j: whether column of_warp + 128 v + 4 lane + j is above `bound`.
+  // Undefined for columns past the row's end.
   template <int Ahead>  // loads in flight
-  __device__ __forceinline__ uint32_t compared(int of_warp, float bound) const {
+  __device__ __forceinline__ uint32_t above(int of_warp, float bound) const {
     const int first = of_warp + static_cast<int>(threadIdx.x) % 32 * kVector;
-    if (!vectors()) return compared_singly(first, bound);
-    if (of_warp + kWarpColumns <= columns) return compared_vectors<Ahead, true>(first, bound);
-    uint32_t bits = compared_vectors<1, false>(first, bound);
+    if (!vectors()) return above_singly(first, bound);
+    if (of_warp + kWarpColumns <= columns) return above_by_vectors<Ahead, true>(first, bound);
+    uint32_t bits = above_by_vectors<1, false>(first, bound);
     const int whole = columns / kVector * kVector - first;  // columns from here to the last few
     if (whole >= 0 && whole % (32 * kVector) == 0) {
       const int from = whole / 32;
-      bits = (bits & ((1u << from) - 1)) | compared_singly(first, bound, from);
+      bits = (bits & ~(~0u >> from)) | above_singly(first, bound, from);
     }
     return bits;
   }
 
-  // Of whole vectors of the row; `All`: of a warp whose vectors are.
+  // Of whole vectors of the row; `All`: of a warp that has no others.
   template <int Ahead, bool All>
-  __device__ __forceinline__ uint32_t compared_vectors(int first, float bound) const {
+  __device__ __forceinline__ uint32_t above_by_vectors(int first, float bound) const {
     constexpr int kVectors = kRun / kVector, kStep = 32 * kVector;
     const Key* at = row + first;
     const int last = columns - kVector - first;  // where the last vector may begin
     uint32_t bits = 0;
-#pragma unroll(Ahead == 1 ? 1 : kVectors)
+#pragma unroll(Ahead < 4 ? 1 : kVectors)
     for (int v = 0; v < kVectors; v += Ahead) {
       Four<Key> raw[Ahead];
 #pragma unroll
@@ -248,51 +238,68 @@ struct Topk {
       for (int a = 0; a < Ahead; ++a) {
         float key[kVector];
         floats(raw[a], key);
+        // A sign a key. NaN has none, nor has a difference of equals.
 #pragma unroll
         for (int j = 0; j < kVector; ++j) {
-          if (key[j] >= bound) bits |= 1u << ((v + a) * kVector + j);
+          bits = __funnelshift_l(__float_as_uint(__fsub_rn(bound, key[j])), bits, 1);
         }
       }
     }
     return bits;
   }
 
-  // From bit `from` on, a load a column.
-  __device__ __forceinline__ uint32_t compared_singly(int first, float bound, int from = 0) const {
+  // From column i on, a load each.
+  __device__ __forceinline__ uint32_t above_singly(int first, float bound, int i = 0) const {
     uint32_t bits = 0;
 #pragma unroll 4
-    for (int i = from; i < kRun; ++i) {
+    for (; i < kRun; ++i) {
       const int c = first + i / kVector * 32 * kVector + i % kVector;
       if (c >= columns) break;
-      if (load_float(row + c) >= bound) bits |= 1u << i;
+      if (load_float(row + c) > bound) bits |= kTop >> i;
     }
     return bits;
   }
 
-  // From the bits of `compared` to those of 32 consecutive columns a lane, in order of lanes.
+  // From the bits of `above` to those of 32 consecutive columns a lane, in order of lanes.
   static __device__ __forceinline__ uint32_t run_of_lane(uint32_t bits) {
     // Eight lanes transpose their 8 x 8 groups of four bits.
     const int lane = threadIdx.x % 32;
-    bits = __byte_perm(bits, __shfl_xor_sync(~0u, bits, 4), lane & 4 ? 0x3276 : 0x5410);
-    bits = __byte_perm(bits, __shfl_xor_sync(~0u, bits, 2), lane & 2 ? 0x3715 : 0x6240);
+    bits = __byte_perm(bits, __shfl_xor_sync(~0u, bits, 4), lane & 4 ? 0x5410 : 0x3276);
+    bits = __byte_perm(bits, __shfl_xor_sync(~0u, bits, 2), lane & 2 ? 0x6240 : 0x3715);
     const uint32_t other = __shfl_xor_sync(~0u, bits, 1);
     constexpr uint32_t kLow = 0x0f0f0f0f;
-    bits = lane & 1 ? (bits & ~kLow) | (other >> 4 & kLow) : (bits & kLow) | (other & kLow) << 4;
+    bits = lane & 1 ? (bits & kLow) | (other & kLow) << 4 : (bits & ~kLow) | (other >> 4 & kLow);
     return __shfl_sync(~0u, bits, lane % 4 * 8 + lane / 4);
   }
 
-  // Lists the columns whose key is at least `bound`, as many as the list takes; how many they are.
+  // From the highest bit on.
+  template <typename Visit>
+  static __device__ __forceinline__ void for_each_bit(uint32_t bits, Visit visit) {
+    while (bits != 0) {
+      const int i = __clz(bits);
+      visit(i);
+      bits ^= kTop >> i;
+    }
+  }
+
+  // Lists the columns whose key is at least `bound`, if the list takes them; how many they are.
   __device__ __forceinline__ int list_from(uint32_t bound) const {
     int listed = 0;
 #pragma unroll 1
-    for (int chunk = 0; chunk < columns; chunk += kChunk) {
-      int first, total;
-      uint32_t mine = reaching<4>(chunk, bound, first);
-      int at = listed + exclusive_scan<kWarps>(__popc(mine), &total);
-      listed += total;
-      for (; mine != 0 && at < p.list; mine &= mine - 1) {
-        list_columns()[at++] = first + __ffs(mine) - 1;
-      }
+    for (int chunk = 0; chunk < columns; chunk += 2 * kChunk) {
+      int first, second;
+      const uint32_t mine = reaching<4>(chunk, bound, first);
+      const uint32_t more = reaching<4>(chunk + kChunk, bound, second);
+      uint32_t total;
+      const uint32_t before =
+          exclusive_scan<kWarps>(uint32_t(__popc(mine) | __popc(more) << 16), &total);
+      uint32_t* at = list_columns() + listed;
+      listed += (total & 0xffff) + (total >> 16);
+      if (listed > p.list) continue;  // it will not be read
+      uint32_t* at_more = at + (total & 0xffff) + (before >> 16);
+      at += before & 0xffff;
+      for_each_bit(mine, [&](int i) { *at++ = first + i; });
+      for_each_bit(more, [&](int i) { *at_more++ = second + i; });
     }
     return listed;
   }
@@ -302,15 +309,20 @@ struct Topk {
     constexpr int kFew = 32;  // keys that a warp settles
     __shared__ uint32_t largest, few[kFew];
     __shared__ int num_few;
+    __shared__ Kth kth;
     if (threadIdx.x == 0) largest = bound, num_few = 0;
     __syncthreads();  // those, and the list of columns is complete
     uint32_t high = bound;
-#pragma unroll 2
-    for (int i = threadIdx.x; i < count; i += Threads) {
-      const int c = static_cast<int>(list_columns()[i]);
-      const uint32_t key = c == forced() ? kForced : load_ordered(row + c);
-      list_keys()[i] = key;
-      if (c != forced()) high = max(high, key);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < count; i += 2 * Threads) {
+      const bool both = i + Threads < count;
+      const int one = static_cast<int>(list_columns()[i]);
+      const int two = both ? static_cast<int>(list_columns()[i + Threads]) : one;
+      uint32_t keys[2] = {load_ordered(row + one), load_ordered(row + two)};
+      if (one != forced()) high = max(high, keys[0]);
+      if (two != forced()) high = max(high, keys[1]);
+      list_keys()[i] = one != forced() ? keys[0] : kForced;
+      if (both) list_keys()[i + Threads] = two != forced() ? keys[1] : kForced;
     }
     high = max_of_warp(high);
     if (threadIdx.x % 32 == 0) atomicMax(&largest, high);
@@ -340,20 +352,22 @@ struct Topk {
       if (key - low <= span) few[atomicAdd(&num_few, 1)] = key;
     }
     __syncthreads();  // the few are complete
-    // Every warp for itself: a lane's key is the k-th if the keys above it and those equal to it
-    // enclose what is needed.
-    const int lane = threadIdx.x % 32, n = num_few;
-    const uint32_t mine = lane < n ? few[lane] : 0;
-    int above = 0, equal = 0;
+    if (threadIdx.x < 32) {
+      // A lane's key is the k-th if the keys above it and those equal to it enclose what is needed.
+      const int lane = threadIdx.x, n = num_few;
+      const uint32_t mine = lane < n ? few[lane] : 0;
+      int above = 0, equal = 0;
 #pragma unroll 1
-    for (int i = 0; i < n; ++i) {
-      const uint32_t key = few[i];
-      above += key > mine;
-      equal += key == mine;
+      for (int i = 0; i < n; ++i) {
+        const uint32_t key = few[i];
+        above += key > mine;
+        equal += key == mine;
+      }
+      const uint32_t found = __ballot_sync(~0u, above < need && need <= above + equal);
+      if (lane == __ffs(found) - 1) kth = {mine, need - above};
     }
-    const bool found = lane < n && above < need && need <= above + equal;
-    const int from = __ffs(__ballot_sync(~0u, found)) - 1;
-    return {__shfl_sync(~0u, mine, from), need - __shfl_sync(~0u, above, from)};
+    __syncthreads();  // the k-th is known
+    return kth;
   }
 
   // Writes the selected ones of the listed columns.
@@ -377,13 +391,30 @@ struct Topk {
 
   // 3. Without a list -----------------------------------------------------------------------------
 
+  // The smallest key of those that are at least `bound`, but for the forced one.
+  __device__ __forceinline__ uint32_t least_from(uint32_t bound) const {
+    __shared__ uint32_t least;
+    if (threadIdx.x == 0) least = kForced;
+    __syncthreads();  // before anyone compares
+    uint32_t mine = kForced;
+#pragma unroll 4
+    for (int c = threadIdx.x; c < columns; c += Threads) {
+      const uint32_t key = c != forced() ? load_ordered(row + c) : kForced;
+      if (key >= bound) mine = min(mine, key);
+    }
+    mine = min_of_warp(mine);
+    if (threadIdx.x % 32 == 0) atomicMin(&least, mine);
+    __syncthreads();  // all have compared
+    return least;
+  }
+
   // Columns whose key is at least `bound`, the forced one among them.
   __device__ __forceinline__ int count_from(uint32_t bound) const {
     int count = 0;
 #pragma unroll 1
     for (int chunk = 0; chunk < columns; chunk += kChunk) {
       int first, total;
-      exclusive_scan<kWarps>(__popc(reaching<1>(chunk, bound, first)), &total);
+      exclusive_scan<kWarps>(__popc(reaching<2>(chunk, bound, first)), &total);
       count += total;
     }
     return count;
@@ -417,8 +448,8 @@ struct Topk {
 #pragma unroll 1
     for (int chunk = 0; chunk < columns; chunk += kChunk) {
       int first;
-      uint32_t left = reaching<1>(chunk, kth.key, first);
-      const uint32_t higher = reaching<1>(chunk, kth.key + 1, first);
+      const uint32_t left = reaching<2>(chunk, kth.key, first);
+      const uint32_t higher = reaching<2>(chunk, kth.key + 1, first);
       const uint32_t same = left & ~higher;
       uint32_t total;
       const uint32_t before =
@@ -426,10 +457,7 @@ struct Topk {
       Writer writer(*this, kth.need, before_above + (before & 0xffff),
                     before_equal + (before >> 16));
       before_above += total & 0xffff, before_equal += total >> 16;
-      for (; left != 0; left &= left - 1) {
-        const int bit = __ffs(left) - 1;
-        writer.write(first + bit, same >> bit & 1);
-      }
+      for_each_bit(left, [&](int i) { writer.write(first + i, same << i >> 31); });
     }
   }
 

@@ -32,10 +32,9 @@ namespace topk_config {
 
 constexpr int kBinBits = 11;
 constexpr int kBins = 1 << kBinBits;
-constexpr int kSampled = 2;  // groups of a row's columns that a thread takes samples of, at most
-constexpr int kRun = 32;     // columns of a group
-constexpr int kSamples = 4;  // of a group
-constexpr int kSmallThreads = 512;
+constexpr int kGroup = 64;   // columns, of which
+constexpr int kSamples = 8;  // are a sample
+constexpr int kSmallThreads = 256;
 constexpr int kLargeThreads = 1024;
 
 }  // namespace topk_config

@@ -35,7 +35,51 @@ struct Histogram {
     asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(address + bin * 4) : "memory");
   }
 
-  // Some neighboring bins; 0 for bins below the first.
+  __device__ __forceinline__ void count_if(bool counts, uint32_t bin) const {
+    asm volatile("{ .reg .pred p; setp.ne.u32 p, %1, 0; @p red.shared.add.u32 [%0], 1; }" ::"r"(
+                     address + bin * 4),
+                 "r"(uint32_t(counts))
+                 : "memory");
+  }
+
+  // Finds the need-th element from the top; `need` is at most the number of elements.
+  template <int Bins>
+  __device__ __forceinline__ Found find(int need) const {
+    constexpr int kPer = Bins / Threads, kWarps = Threads / 32;  // a thread's bins, neighbors
+    static_assert(Bins % Threads == 0, "all threads have bins");
+    __shared__ uint32_t of_warps[kWarps];
+    __shared__ Found found;
+    __syncthreads();  // all have counted
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int first = Bins - (static_cast<int>(threadIdx.x) + 1) * kPer;
+    uint32_t counts[kPer];
+    load(first, counts);
+    uint32_t sum = 0;
+#pragma unroll
+    for (uint32_t count : counts) sum += count;
+    const uint32_t of_warp = sum_of_warp(sum);
+    if (lane == 0) of_warps[warp] = of_warp;
+    __syncthreads();  // the warps' sums are complete
+    const int of_lane = lane < kWarps ? static_cast<int>(of_warps[lane]) : 0;
+    const int up_to = inclusive_scan_of_warp<kWarps>(of_lane);
+    const int there = __ffs(__ballot_sync(~0u, up_to >= need)) - 1;
+    if (warp == there) {
+      int left = need - __shfl_sync(~0u, up_to - of_lane, there);
+      left -= static_cast<int>(inclusive_scan_of_warp(sum) - sum);
+      if (left > 0 && left <= static_cast<int>(sum)) {  // one thread
+#pragma unroll
+        for (int j = kPer - 1; j >= 0; --j) {
+          const int here = static_cast<int>(counts[j]);
+          if (left > 0 && left <= here) found = {first + j, left, here};
+          left -= here;
+        }
+      }
+    }
+    __syncthreads();  // `found` is written, the bins have been read
+    return found;
+  }
+
+ private:
   template <int Count>
   __device__ __forceinline__ void load(int first, uint32_t (&counts)[Count]) const {
     constexpr int kVector = Count % 4 == 0 ? 4 : Count % 2 == 0 ? 2 : 1;
@@ -44,36 +88,10 @@ struct Histogram {
     };
 #pragma unroll
     for (int j = 0; j < Count; j += kVector) {
-      Vector v{};
-      if (first >= 0) v = *reinterpret_cast<const Vector*>(bins + first + j);
+      const Vector v = *reinterpret_cast<const Vector*>(bins + first + j);
 #pragma unroll
       for (int i = 0; i < kVector; ++i) counts[j + i] = v.word[i];
     }
-  }
-
-  // Finds the need-th element from the top; `need` is at most the number of elements.
-  template <int Bins>
-  __device__ __forceinline__ Found find(int need) const {
-    constexpr int kPer = Bins > Threads ? Bins / Threads : 1;  // neighboring bins of a thread
-    __shared__ Found found;
-    __syncthreads();  // all have counted
-    const int first = Bins - (static_cast<int>(threadIdx.x) + 1) * kPer;
-    uint32_t counts[kPer];
-    uint32_t sum = 0;
-    load(first, counts);
-#pragma unroll
-    for (uint32_t count : counts) sum += count;
-    int left = need - static_cast<int>(exclusive_scan<Threads / 32>(sum));
-    if (left > 0 && left <= static_cast<int>(sum)) {  // one thread
-#pragma unroll
-      for (int j = kPer - 1; j >= 0; --j) {
-        const int here = static_cast<int>(counts[j]);
-        if (left > 0 && left <= here) found = {first + j, left, here};
-        left -= here;
-      }
-    }
-    __syncthreads();  // `found` is written, the bins have been read
-    return found;
   }
 };
 

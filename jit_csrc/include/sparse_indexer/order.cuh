@@ -18,10 +18,12 @@ __device__ inline uint32_t ordered(float x) {
   return bits ^ (static_cast<int32_t>(bits) >> 31 | 0x80000000u);
 }
 
-// The float of an ordered integer, +0 for both zeros. One above -inf or any float's is of the next
-// float, one above +inf's of a NaN, which nothing reaches.
-__device__ inline float from_ordered(uint32_t key) {
-  return __uint_as_float(key ^ (~static_cast<int32_t>(key) >> 31 | 0x80000000u));
+// The largest float below an ordered integer's: one above -inf; below +0 it is not -0. Of the
+// integer after +inf's it is +inf.
+__device__ inline float float_below(uint32_t key) {
+  constexpr uint32_t kZero = 0x80000000u;
+  key -= key == kZero ? 2 : 1;
+  return __uint_as_float(key ^ (~static_cast<int32_t>(key) >> 31 | kZero));
 }
 
 // One element, by the read-only path.
@@ -53,22 +55,6 @@ __device__ __forceinline__ Four<float> load_four(const float* at) {
 }
 __device__ __forceinline__ Four<BFloat16> load_four(const BFloat16* at) {
   return {__ldg(reinterpret_cast<const uint2*>(at))};
-}
-
-// The same, and asks for the 128 bytes around them to be brought into the L2.
-__device__ __forceinline__ Four<float> load_four_of_line(const float* at) {
-  Four<float> v;
-#if __CUDA_ARCH__ >= 750
-  asm("ld.global.nc.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
-      : "=r"(v.bits.x), "=r"(v.bits.y), "=r"(v.bits.z), "=r"(v.bits.w)
-      : "l"(at));
-#else
-  v = load_four(at);
-#endif
-  return v;
-}
-__device__ __forceinline__ Four<BFloat16> load_four_of_line(const BFloat16* at) {
-  return load_four(at);
 }
 
 __device__ __forceinline__ void floats(const Four<float>& v, float (&key)[4]) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Prefix sums over a CTA, extremes over a warp.
+// Sums and extremes over a warp, prefix sums over a warp and a CTA.
 #pragma once
 
 #include "sparse_indexer/cstdint.h"
@@ -24,6 +24,16 @@ __device__ __forceinline__ uint32_t max_of_warp(uint32_t value) {
 #else
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) value = max(value, __shfl_xor_sync(~0u, value, step));
+  return value;
+#endif
+}
+
+__device__ __forceinline__ uint32_t sum_of_warp(uint32_t value) {
+#if __CUDA_ARCH__ >= 800
+  return __reduce_add_sync(~0u, value);
+#else
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(~0u, value, step);
   return value;
 #endif
 }
