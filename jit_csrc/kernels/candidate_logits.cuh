@@ -139,7 +139,8 @@ struct CandidateLogits {
         const uint32_t entry = next;
         const uint2 before = next_ranks;
         next = entry_of(i + kProducers), next_ranks = ranks_of(i + kProducers);  // meanwhile
-        const uint32_t stage = n + (i - begin), at = stage % kStages;
+        const uint32_t stage = n + (i - begin);
+        const uint32_t at = __shfl_sync(~0u, stage % kStages, 0);  // the same in all lanes
         const int block = min(keys + static_cast<int>(entry & kIdMask), p.num_blocks - 1);
         const uint32_t bases[kRows] = {before.x & 0xffff, before.x >> 16, before.y & 0xffff,
                                        before.y >> 16};
@@ -157,15 +158,14 @@ struct CandidateLogits {
         __syncwarp();  // the places are written before the barrier says so
         const bool elected = elect_one();
         if (elected) barrier_expect(&s.full[at], kStageBlocks * kCopyBytes);
-        // Past the list's end the request's first block is copied, unused: no branch, few
-        // registers.
-#pragma unroll 4
+        // Past the list's end the request's first block is copied, unused: no branch. Addresses are
+        // computed outside the branch, unrolled, and so in uniform registers.
+        uint8_t* to = s.keys[at];
+        uint64_t* full = &s.full[at];
+#pragma unroll
         for (int j = 0; j < kStageBlocks; ++j) {
-          const int of_lane = __shfl_sync(~0u, block, j);
-          if (elected) {
-            bulk_copy(s.keys[at] + j * kBlockBytes, p.keys + int64_t(of_lane) * kBlockBytes,
-                      kCopyBytes, &s.full[at]);
-          }
+          const uint8_t* from = p.keys + int64_t(__shfl_sync(~0u, block, j)) * kBlockBytes;
+          if (elected) bulk_copy(to + j * kBlockBytes, from, kCopyBytes, full);
         }
       }
       n += end - begin;
