@@ -38,6 +38,7 @@ void block_keys(TensorView logits, TensorView lens, TensorView out, int64_t skip
   Launch(same(logits.dtype(), float32) ? "block_keys_f32" : "block_keys_bf16", device)
       .grid(rows * params.parts)
       .block(block_keys_config::kThreads)
+      .pdl()
       .run(params);
 }
 

@@ -68,6 +68,7 @@ void candidate_logits(TensorView keys, TensorView queries, TensorView weights, T
       .grid(on_device(device).sm_count)
       .block(128 * (1 + config::kWarpgroups))
       .shared(config::shared_bytes(operands.key_bytes, heads))
+      .pdl()
       .run(params);
 }
 

@@ -39,7 +39,11 @@ void candidate_quads(TensorView blocks, int64_t max_blocks, bool pairs, TensorVi
   params.width = static_cast<int32_t>(expect_int("out_entries width", width, 0, 1 << 26));
   params.pairs = pairs;
   params.max_blocks = static_cast<int32_t>(max_blocks);
-  Launch("candidate_quads", device).grid(quads).block(candidate_quads_config::kThreads).run(params);
+  Launch("candidate_quads", device)
+      .grid(quads)
+      .block(candidate_quads_config::kThreads)
+      .pdl()
+      .run(params);
 }
 
 }  // namespace

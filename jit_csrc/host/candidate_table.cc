@@ -74,6 +74,7 @@ void candidate_table(TensorView selected, TensorView compressed_lens, Optional<T
   Launch("candidate_table", device)
       .grid(out_rows)
       .block(candidate_table_config::kThreads)
+      .pdl()
       .run(params);
 }
 

@@ -54,6 +54,7 @@ void dense_block_keys(TensorView keys, TensorView queries, TensorView weights, T
       .grid(on_device(device).sm_count)
       .block(128 * (1 + config::kWarpgroups))
       .shared(config::shared_bytes(operands.key_bytes))
+      .pdl()
       .run(params);
 }
 

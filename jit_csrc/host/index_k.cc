@@ -72,6 +72,7 @@ void convert(IndexKParams& params, const Format& from, const Work& work, Size& r
   Launch(from.conversions.to(to), device)
       .grid(requests * params.parts)
       .block(index_k_config::kThreads)
+      .pdl()
       .run(params);
 }
 

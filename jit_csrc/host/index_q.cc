@@ -89,6 +89,7 @@ void index_q(TensorView values, Optional<TensorView> scales, int64_t format,
   Launch(from.conversions.to(out_values.dtype()), device)
       .grid(quads * params.parts)
       .block(index_q_config::kThreads)
+      .pdl()
       .run(params);
 }
 

@@ -69,7 +69,7 @@ void row_quads(TensorView request_of_row, TensorView lens, tvm::ffi::Bytes reque
     const int64_t here = std::min<int64_t>(count - first, row_quads_config::kRequests);
     params.first_request = static_cast<int32_t>(first);
     std::copy(all + first, all + first + here, params.requests);
-    Launch("row_quads", device).grid(here).block(row_quads_config::kThreads).run(params);
+    Launch("row_quads", device).grid(here).block(row_quads_config::kThreads).pdl().run(params);
   }
 }
 

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <string>
 
 #include "sparse_indexer/host/check.h"
 #include "sparse_indexer/host/launch.h"
@@ -120,20 +121,19 @@ void topk(TensorView keys, TensorView lens, TensorView out, Optional<TensorView>
     params.page_size = static_cast<int32_t>(expect_int("page_size", page_size, 8, INT32_MAX));
   }
   if (key_rows == 0 || num_rows == 0 || k == 0) return;
-  // A row alone on an SM is done sooner by twice the threads; many rows share an SM better by
-  // fewer.
+  // A row alone on an SM is done sooner by more threads; many rows share an SM better by fewer.
   const DeviceKernels& gpu = on_device(device);
-  const bool large = key_rows <= gpu.sm_count && width > 8192;
-  const int threads = large ? topk_config::kLargeThreads : topk_config::kSmallThreads;
+  const bool alone = key_rows <= gpu.sm_count && width > 8192;
+  const int threads = topk_config::kThreads[alone ? 2 : width > 16384 ? 1 : 0];
   const int64_t list = list_length(width, k, threads);
   if (shared_bytes(list) <= gpu.max_shared_bytes - 1024) params.list = static_cast<int32_t>(list);
-  const bool whole = same(keys.dtype(), float32);
-  Launch(whole ? (large ? "topk_f32_1024" : "topk_f32_256")
-               : (large ? "topk_bf16_1024" : "topk_bf16_256"),
-         device)
+  const std::string symbol =
+      (same(keys.dtype(), float32) ? "topk_f32_" : "topk_bf16_") + std::to_string(threads);
+  Launch(symbol, device)
       .grid(key_rows)
       .block(threads)
       .shared(shared_bytes(params.list))
+      .pdl()
       .run(params);
 }
 

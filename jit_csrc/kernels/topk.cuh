@@ -28,8 +28,9 @@ template <typename Key, int Threads>
 struct Topk {
   using Params = TopkParams;
   static constexpr int kThreads = Threads;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 750
-  static constexpr int kMinBlocks = 1024 / Threads;  // threads an SM has
+  // 40 registers a thread are enough, but for the older architectures.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+  static constexpr int kMinBlocks = 1024 / Threads;
 #else
   static constexpr int kMinBlocks = Threads == 1024 ? 1 : 1536 / Threads;
 #endif
@@ -76,7 +77,7 @@ struct Topk {
   }
 
   static __device__ void run(const Params& p) {
-    const int64_t r = row_number(p);
+    const int r = row_number(p);
     if (r < 0) return;
     const int len = p.lens[blockIdx.x];
     const uint32_t seen = max(len, 0);
@@ -89,7 +90,7 @@ struct Topk {
     }
     const bool only_forced = p.force_last && p.k == 1;
     if (columns <= p.k || only_forced) {  // no key is read
-      int32_t* out = p.out + r * p.out_stride;
+      int32_t* out = p.out + int64_t(r) * p.out_stride;
       for (int i = threadIdx.x; i < p.k; i += Threads) {
         out[i] = columns > p.k ? place(p, r, columns - 1) : i < columns ? place(p, r, i) : p.unused;
       }
@@ -101,8 +102,8 @@ struct Topk {
 
   // The row of out that is this CTA's; -1: none. Asked again where it is needed: registers are
   // what is short.
-  static __device__ __forceinline__ int64_t row_number(const Params& p) {
-    return p.rows != nullptr ? __ldg(p.rows + blockIdx.x) : int64_t(blockIdx.x);
+  static __device__ __forceinline__ int row_number(const Params& p) {
+    return p.rows != nullptr ? __ldg(p.rows + blockIdx.x) : static_cast<int>(blockIdx.x);
   }
 
   // How many columns are selected, but for the forced one.
@@ -210,7 +211,7 @@ struct Topk {
     const int first = of_warp + static_cast<int>(threadIdx.x) % 32 * kVector;
     if (!vectors()) return above_singly(first, bound);
     if (of_warp + kWarpColumns <= columns) return above_by_vectors<Ahead, true>(first, bound);
-    uint32_t bits = above_by_vectors<1, false>(first, bound);
+    uint32_t bits = above_by_vectors<2, false>(first, bound);
     const int whole = columns / kVector * kVector - first;  // columns from here to the last few
     if (whole >= 0 && whole % (32 * kVector) == 0) {
       const int from = whole / 32;
@@ -251,7 +252,7 @@ struct Topk {
   // From column i on, a load each.
   __device__ __forceinline__ uint32_t above_singly(int first, float bound, int i = 0) const {
     uint32_t bits = 0;
-#pragma unroll 4
+#pragma unroll 2
     for (; i < kRun; ++i) {
       const int c = first + i / kVector * 32 * kVector + i % kVector;
       if (c >= columns) break;
@@ -304,7 +305,8 @@ struct Topk {
     return listed;
   }
 
-  // Reads the keys of the listed columns, all at least `bound`, and finds the k-th.
+  // Reads the keys of the listed columns, all at least `bound`, replaces the columns by where they
+  // go, meanwhile, and finds the k-th key.
   __device__ __forceinline__ Kth settle_listed(uint32_t bound, int count) const {
     constexpr int kFew = 32;  // keys that a warp settles
     __shared__ uint32_t largest, few[kFew];
@@ -313,16 +315,22 @@ struct Topk {
     if (threadIdx.x == 0) largest = bound, num_few = 0;
     __syncthreads();  // those, and the list of columns is complete
     uint32_t high = bound;
+    const int r = row_number(p);
 #pragma unroll 1
     for (int i = threadIdx.x; i < count; i += 2 * Threads) {
       const bool both = i + Threads < count;
       const int one = static_cast<int>(list_columns()[i]);
       const int two = both ? static_cast<int>(list_columns()[i + Threads]) : one;
-      uint32_t keys[2] = {load_ordered(row + one), load_ordered(row + two)};
+      const uint32_t keys[2] = {load_ordered(row + one), load_ordered(row + two)};
+      const int places[2] = {place(p, r, one), place(p, r, two)};
       if (one != forced()) high = max(high, keys[0]);
       if (two != forced()) high = max(high, keys[1]);
       list_keys()[i] = one != forced() ? keys[0] : kForced;
-      if (both) list_keys()[i + Threads] = two != forced() ? keys[1] : kForced;
+      list_columns()[i] = places[0];
+      if (both) {
+        list_keys()[i + Threads] = two != forced() ? keys[1] : kForced;
+        list_columns()[i + Threads] = places[1];
+      }
     }
     high = max_of_warp(high);
     if (threadIdx.x % 32 == 0) atomicMax(&largest, high);
@@ -444,12 +452,16 @@ struct Topk {
 
   // Writes the columns above the k-th key and the first ones equal to it.
   __device__ __forceinline__ void write(const Kth& kth) const {
+    const int r = row_number(p);
     uint32_t before_above = 0, before_equal = 0;
 #pragma unroll 1
     for (int chunk = 0; chunk < columns; chunk += kChunk) {
       int first;
-      const uint32_t left = reaching<2>(chunk, kth.key, first);
-      const uint32_t higher = reaching<2>(chunk, kth.key + 1, first);
+      uint32_t left = 0, higher = 0;
+#pragma unroll 1  // registers are what is short
+      for (int above = 0; above < 2; ++above) {
+        left = higher, higher = reaching<2>(chunk, kth.key + above, first);
+      }
       const uint32_t same = left & ~higher;
       uint32_t total;
       const uint32_t before =
@@ -457,37 +469,31 @@ struct Topk {
       Writer writer(*this, kth.need, before_above + (before & 0xffff),
                     before_equal + (before >> 16));
       before_above += total & 0xffff, before_equal += total >> 16;
-      for_each_bit(left, [&](int i) { writer.write(first + i, same << i >> 31); });
+      for_each_bit(left, [&](int i) { writer.write(place(p, r, first + i), same << i >> 31); });
     }
   }
 
   // 4. Output -------------------------------------------------------------------------------------
 
-  // Writes columns, in order, behind all selected ones before them.
+  // Writes places of columns, in order, each behind all selected ones before it.
   struct Writer {
-    const Topk& topk;
-    int r;
     int32_t* out;
     uint32_t need, above, equal;
 
     __device__ __forceinline__ Writer(const Topk& topk, int need, uint32_t above, uint32_t equal)
-        : topk(topk),
-          r(static_cast<int>(row_number(topk.p))),
-          out(topk.p.out + row_number(topk.p) * topk.p.out_stride),
+        : out(topk.p.out + int64_t(row_number(topk.p)) * topk.p.out_stride),
           need(need),
           above(above),
           equal(equal) {}
 
-    __device__ __forceinline__ void write(int column, bool is_equal) {
-      if (!is_equal || equal < need) {
-        out[above + min(equal, need)] = place(topk.p, r, column);
-      }
+    __device__ __forceinline__ void write(int32_t place, bool is_equal) {
+      if (!is_equal || equal < need) out[above + min(equal, need)] = place;
       equal += is_equal;
       above += !is_equal;
     }
   };
 
-  static __device__ int32_t place(const Params& p, int64_t r, int c) {
+  static __device__ __forceinline__ int32_t place(const Params& p, int r, int c) {
     int position = c;
     if (p.blocks != nullptr)
       position = p.blocks[blockIdx.x * p.blocks_stride + (c >> 3)] * 8 + (c & 7);

@@ -32,10 +32,9 @@ namespace topk_config {
 
 constexpr int kBinBits = 11;
 constexpr int kBins = 1 << kBinBits;
-constexpr int kGroup = 64;   // columns, of which
-constexpr int kSamples = 8;  // are a sample
-constexpr int kSmallThreads = 256;
-constexpr int kLargeThreads = 1024;
+constexpr int kGroup = 64;                    // columns, of which
+constexpr int kSamples = 8;                   // are a sample
+constexpr int kThreads[] = {256, 512, 1024};  // of a row: short, long, alone on an SM
 
 }  // namespace topk_config
 }  // namespace sparse_indexer

@@ -13,9 +13,6 @@ struct Scale {
   static __device__ void run(const Params& p) {
     extern __shared__ float staged[];  // [columns]: so that a launch needs dynamic shared memory
     const int64_t row = blockIdx.x;
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
     for (int c = threadIdx.x; c < p.columns; c += kThreads) {
       staged[c] = p.x[row * p.x_stride + c] * p.factor[row];
     }

@@ -53,8 +53,8 @@ class Launch {
     cluster_[0] = x, cluster_[1] = y, cluster_[2] = z;
     return *this;
   }
-  // May start before the kernel ahead of it in the stream ends; it then waits for that one's
-  // results with griddepcontrol.wait. Without effect where capability < 9.0.
+  // Its CTAs may be put in place before the kernel ahead of it in the stream ends, whose results
+  // SPARSE_INDEXER_ENTRY has it wait for. Without effect where capability < 9.0.
   Launch& pdl() {
     pdl_ = on_.capability >= 90;
     return *this;
