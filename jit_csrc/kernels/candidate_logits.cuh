@@ -177,7 +177,7 @@ struct CandidateLogits {
     int warpgroup, lane, g;
     int block;      // of a stage: this warp's first of two, in the first tile
     int scales;     // bytes from a stage to this lane's first scale
-    uint32_t keys;  // shared address of this warpgroup's part of stage 0
+    uint32_t keys;  // operand: this warpgroup's part of stage 0
   };
 
   static __device__ void consume(const Params& p, Shared& s, const Part& part) {
@@ -191,7 +191,7 @@ struct CandidateLogits {
                       lane / 4,
                       block,
                       block * kBlockBytes + 8 * kKeyBytes + lane / 4 * 4,
-                      shared_address(s.keys[0]) + warpgroup * 8 * kTiles * kBlockBytes};
+                      operand(shared_address(s.keys[0]) + warpgroup * 8 * kTiles * kBlockBytes)};
     uint32_t n = 0;  // stages so far
     int quads = 0;
     for_each_group(part, UnitsOf{p}, [&](int quad, int first, int stop) {
@@ -232,11 +232,12 @@ struct CandidateLogits {
     S head;
     head.load(weights);
     out += place.g * 4;
-    asm volatile("" : "+l"(out));  // kept, not computed again for each tile
+    uint32_t own_places = shared_address(&s.at_bytes[0][place.block][row]);
+    asm volatile("" : "+l"(out), "+r"(own_places));  // kept, not computed again for each tile
 
     auto score = [&](float (&d)[kN / 2], uint32_t stage, int tile, int half) {
       const uint32_t a =
-          operand(place.keys + stage % kStages * kStageBytes + tile * 8 * kBlockBytes);
+          place.keys + stage % kStages * (kStageBytes / 16) + tile * 8 * (kBlockBytes / 16);
       const uint32_t b = queries + half * kN * kKeyBytes / 16;
       // 0, but the compiler cannot tell, and keeps the accumulators where they are: no spills. With
       // 32 heads it would copy them, which costs more than the few spills.
@@ -258,8 +259,9 @@ struct CandidateLogits {
       const uint8_t* from = s.keys[n % kStages] + place.scales + tile * 8 * kBlockBytes;
       const float scale[2] = {*reinterpret_cast<const float*>(from),
                               *reinterpret_cast<const float*>(from + kBlockBytes)};
-      const int32_t (*places)[kRows] = &s.at_bytes[n % kStages][place.block + tile * 8];
-      const int at[2] = {places[0][row], places[1][row]};
+      const uint32_t places = own_places + n % kStages * sizeof(s.at_bytes[0]);
+      const int at[2] = {load_shared(places + tile * 8 * kRows * 4),
+                         load_shared(places + (tile * 8 + 1) * kRows * 4)};
       if (tile == kTiles - 1) {
         __syncwarp();  // all lanes have read the scales and places
         if (place.lane == 0) barrier_arrive(&s.empty[n % kStages]);
@@ -269,13 +271,13 @@ struct CandidateLogits {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const float logit = S::finish(chains, r) * scale[r];
-          if (at[r] >= 0) store(out + at[r], logit);
+          if (at[r] >= 0) store(out + uint32_t(at[r]), logit);
         }
       } else {  // two lanes have both logits, each writes one
         const float logits[2] = {S::finish(chains, 0) * scale[0], S::finish(chains, 1) * scale[1]};
         const bool odd = place.lane & 1;
         const int mine = odd ? at[1] : at[0];
-        if (mine >= 0) store(out + mine, odd ? logits[1] : logits[0]);
+        if (mine >= 0) store(out + uint32_t(mine), odd ? logits[1] : logits[0]);
       }
     };
 
@@ -321,6 +323,12 @@ struct CandidateLogits {
         }
       }
     }
+  }
+
+  static __device__ __forceinline__ int load_shared(uint32_t at) {
+    int value;
+    asm volatile("ld.shared.s32 %0, [%1];" : "=r"(value) : "r"(at) : "memory");
+    return value;
   }
 
   // To global memory, which the compiler cannot tell of a pointer that it must not compute again.
