@@ -24,13 +24,10 @@ bool aligned(const TensorView& rows) {
 }
 
 // By the dtype of the output, fp16, bf16, fp32, and by how many entries a row and head has.
-constexpr const char* kVariants[3][4] = {
-    {"sparse_softmax_fp16_640", "sparse_softmax_fp16_2176", "sparse_softmax_fp16_8192",
-     "sparse_softmax_fp16_long"},
-    {"sparse_softmax_bf16_640", "sparse_softmax_bf16_2176", "sparse_softmax_bf16_8192",
-     "sparse_softmax_bf16_long"},
-    {"sparse_softmax_fp32_640", "sparse_softmax_fp32_2176", "sparse_softmax_fp32_8192",
-     "sparse_softmax_fp32_long"},
+constexpr const char* kVariants[3][3] = {
+    {"sparse_softmax_fp16_warp", "sparse_softmax_fp16_cta", "sparse_softmax_fp16_long"},
+    {"sparse_softmax_bf16_warp", "sparse_softmax_bf16_cta", "sparse_softmax_bf16_long"},
+    {"sparse_softmax_fp32_warp", "sparse_softmax_fp32_cta", "sparse_softmax_fp32_long"},
 };
 
 void sparse_softmax(TensorView logits, TensorView positions, int64_t num_slots, double scale,
@@ -83,13 +80,9 @@ void sparse_softmax(TensorView logits, TensorView positions, int64_t num_slots, 
   if (rows == 0 || heads == 0 || k == 0) return;
 
   using namespace sparse_softmax_config;
-  const int size = !params.vectors                         ? 3
-                   : k <= 32 * kVector * kFewVectors       ? 0
-                   : k <= 32 * kVector * kManyVectors      ? 1
-                   : k <= kThreads * kVector * kCtaVectors ? 2
-                                                           : 3;
+  const int size = !params.vectors ? 2 : k <= kOfWarp ? 0 : k <= kOfCta ? 1 : 2;
   // Several heads a team read the positions once, but not where that leaves SMs idle.
-  const int64_t teams = size <= 1 ? kWarps : 1;
+  const int64_t teams = size == 0 ? kWarps : 1;
   const int64_t ctas = 8 * on_device(device).sm_count;
   const int64_t turns = std::clamp<int64_t>(rows * heads / (teams * ctas), 1, 8);
   params.heads_a_cta = static_cast<int32_t>(teams * turns);

@@ -8,7 +8,7 @@
 // is 0; NaN and infinities of used ones give what the formula gives. A thread's entries, and so the
 // order of a sum, follow from k alone.
 //
-// Bound by memory: reads rows * heads * k * 4 bytes, twice only beyond 8192 entries, and writes as
+// Bound by memory: reads rows * heads * k * 4 bytes, twice only beyond 2560 entries, and writes as
 // many elements; the positions of a row are read once for several heads.
 #pragma once
 
@@ -87,17 +87,18 @@ struct SoftmaxTeam {
   }
 };
 
-// In registers, Vectors times four entries a thread; everything is aligned.
-template <typename Out, int Warps, int Vectors>
+// In registers, kVectors times four entries a thread; everything is aligned.
+template <typename Out, int Warps>
 struct SparseSoftmax {
   using Params = SparseSoftmaxParams;
   using Team = SoftmaxTeam<Warps>;
   static constexpr int kThreads = sparse_softmax_config::kThreads;
-  static constexpr int kMinBlocks = Vectors <= 8 ? 4 : 2;  // what is in flight pays
+  static constexpr int kMinBlocks = 6;  // what is in flight pays
   static constexpr int kVector = sparse_softmax_config::kVector;
+  static constexpr int kVectors = sparse_softmax_config::kVectors;
   static constexpr int kTeams = kThreads / Team::kThreads;
   static constexpr int kStep = Team::kThreads * kVector;
-  static constexpr int kWords = (Vectors * kVector + 31) / 32;
+  static_assert(kVector * kVectors <= 32, "a bit for each entry of a thread");
 
   static __device__ void run(const Params& p) {
     const int64_t r = blockIdx.x / p.parts;
@@ -106,38 +107,36 @@ struct SparseSoftmax {
     const int first = static_cast<int>(threadIdx.x) % Team::kThreads * kVector;
 
     // 1. Which of this thread's entries are used: the same for all heads.
-    uint32_t used[kWords] = {};
+    uint32_t used = 0;
     {
-      int32_t positions[Vectors][kVector];
+      int32_t positions[kVectors][kVector];
       const int32_t* row = p.positions + r * p.position_stride;
 #pragma unroll
-      for (int i = 0; i < Vectors; ++i) {
+      for (int i = 0; i < kVectors; ++i) {
         Team::load(row, first + i * kStep, p.k, positions[i]);
       }
 #pragma unroll
-      for (int i = 0; i < Vectors; ++i) {
+      for (int i = 0; i < kVectors; ++i) {
         const bool exist = first + i * kStep < p.k;
-        used[i / 8] |= Team::used_bits(positions[i], exist, p.slots) << i % 8 * kVector;
+        used |= Team::used_bits(positions[i], exist, p.slots) << i * kVector;
       }
     }
     for (int h = begin + static_cast<int>(threadIdx.x) / Team::kThreads; h < end; h += kTeams) {
-      // What is the same for all heads is in the bits, and not in a register a bit.
-#pragma unroll
-      for (uint32_t& word : used) asm volatile("" : "+r"(word));
+      asm volatile("" : "+r"(used));  // or each of its bits is kept in a register of its own
       // 2. All logits, scaled, -inf if unused, and their largest.
-      float x[Vectors][kVector];
+      float x[kVectors][kVector];
       const float* row = p.logits + r * p.row_stride + h * p.head_stride;
 #pragma unroll
-      for (int i = 0; i < Vectors; ++i) {
+      for (int i = 0; i < kVectors; ++i) {
         Team::load(row, first + i * kStep, p.k, x[i]);
       }
       const float sink = p.sink != nullptr ? p.sink[h] : -Team::infinity();
       float top = fmaxf(sink, Team::lowest());
 #pragma unroll
-      for (int i = 0; i < Vectors; ++i) {
+      for (int i = 0; i < kVectors; ++i) {
 #pragma unroll
         for (int j = 0; j < kVector; ++j) {
-          x[i][j] = is_used(used, i, j) ? __fmul_rn(x[i][j], p.scale) : -Team::infinity();
+          x[i][j] = used >> (i * kVector + j) & 1 ? __fmul_rn(x[i][j], p.scale) : -Team::infinity();
           top = fmaxf(top, x[i][j]);
         }
       }
@@ -145,7 +144,7 @@ struct SparseSoftmax {
       // 3. Exponentials, 0 of unused entries, and their sum.
       float total = 0.0f;
 #pragma unroll
-      for (int i = 0; i < Vectors; ++i) {
+      for (int i = 0; i < kVectors; ++i) {
 #pragma unroll
         for (int j = 0; j < kVector; ++j) total += x[i][j] = expf(x[i][j] - top);
       }
@@ -155,19 +154,15 @@ struct SparseSoftmax {
       const bool finite = inverse <= 1.0f;
       Out* out = static_cast<Out*>(p.out) + r * p.out_row_stride + h * p.out_head_stride;
 #pragma unroll
-      for (int i = 0; i < Vectors; ++i) {
+      for (int i = 0; i < kVectors; ++i) {
 #pragma unroll
         for (int j = 0; j < kVector; ++j) {
-          x[i][j] = finite || is_used(used, i, j) ? x[i][j] * inverse : 0.0f;
+          x[i][j] = finite || (used >> (i * kVector + j) & 1) ? x[i][j] * inverse : 0.0f;
         }
         const int c = first + i * kStep;
         Team::store(out + c, c < p.k, x[i]);
       }
     }
-  }
-
-  static __device__ __forceinline__ bool is_used(const uint32_t (&used)[kWords], int i, int j) {
-    return used[i / 8] >> (i % 8 * kVector + j) & 1;
   }
 };
 
@@ -177,7 +172,7 @@ struct LongSparseSoftmax {
   using Params = SparseSoftmaxParams;
   using Team = SoftmaxTeam<sparse_softmax_config::kWarps>;
   static constexpr int kThreads = sparse_softmax_config::kThreads;
-  static constexpr int kMinBlocks = 4;
+  static constexpr int kMinBlocks = 8;
   static constexpr int kPasses = 4;  // of a thread and slab
 
   static __device__ void run(const Params& p) {

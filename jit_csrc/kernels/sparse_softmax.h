@@ -27,14 +27,14 @@ struct SparseSoftmaxParams {
 
 namespace sparse_softmax_config {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 128;
 constexpr int kVector = 4;  // neighbors that a thread has
-// The logits of a row and head are in the registers of a warp, or of a CTA; longer ones are read
-// twice. By kVector elements a thread.
-constexpr int kFewVectors = 5;    // a warp: up to 640 entries
-constexpr int kManyVectors = 17;  // a warp: up to 2176
-constexpr int kCtaVectors = 8;    // a CTA: up to 8192
+// The logits of a row and head are in the registers of a warp or of a CTA, so many times kVector a
+// thread; longer ones are read twice.
+constexpr int kVectors = 5;
 constexpr int kWarps = kThreads / 32;
+constexpr int kOfWarp = 32 * kVector * kVectors;       // 640
+constexpr int kOfCta = kThreads * kVector * kVectors;  // 2560
 
 }  // namespace sparse_softmax_config
 }  // namespace sparse_indexer

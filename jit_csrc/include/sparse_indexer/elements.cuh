@@ -39,6 +39,12 @@ struct Packed {
       words[0] = __ldg(reinterpret_cast<const uint8_t*>(at));
     }
   }
+  // What is read once and then no more, 16 bytes.
+  __device__ __forceinline__ void load_once(const T* at) {
+    static_assert(kBytes == 16, "one access");
+    const uint4 v = __ldcs(reinterpret_cast<const uint4*>(at));
+    words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
+  }
   // To the L2, where the next kernel finds it.
   __device__ __forceinline__ void store(T* at) const {
     if constexpr (kBytes >= 16) {

@@ -10,13 +10,11 @@ from sparse_indexer.jit import Kernel, load
 
 
 def _configs(name: str, out: str) -> dict[str, str]:
-    config, long = "sparse_indexer::SparseSoftmax", "sparse_indexer::LongSparseSoftmax"
-    counts = "sparse_indexer::sparse_softmax_config::"
+    warps = "sparse_indexer::sparse_softmax_config::kWarps"
     return {
-        f"sparse_softmax_{name}_640": f"{config}<{out}, 1, {counts}kFewVectors>",
-        f"sparse_softmax_{name}_2176": f"{config}<{out}, 1, {counts}kManyVectors>",
-        f"sparse_softmax_{name}_8192": f"{config}<{out}, {counts}kWarps, {counts}kCtaVectors>",
-        f"sparse_softmax_{name}_long": f"{long}<{out}>",
+        f"sparse_softmax_{name}_warp": f"sparse_indexer::SparseSoftmax<{out}, 1>",
+        f"sparse_softmax_{name}_cta": f"sparse_indexer::SparseSoftmax<{out}, {warps}>",
+        f"sparse_softmax_{name}_long": f"sparse_indexer::LongSparseSoftmax<{out}>",
     }
 
 
@@ -46,7 +44,7 @@ def sparse_softmax(
 
     Args:
         logits: `[rows, heads, k]` float32, any strides of rows and heads. Read once for k up to
-            8192, else twice.
+            2560, else twice.
         positions: `[rows, k]` int32, any row stride: entries that are negative or at least
             `num_slots` are unused.
         num_slots: of the pool.
