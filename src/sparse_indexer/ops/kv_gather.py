@@ -9,21 +9,18 @@ from sparse_indexer.errors import blame_argument
 from sparse_indexer.jit import Kernel, load
 from sparse_indexer.kv_pool import KVPool
 
-_ELEMENTS = {"fp8": "E4m3", "fp16": "Float16", "bf16": "BFloat16", "fp32": "float"}
-
-
-def _element(name: str) -> str:
-    return name if name == "float" else f"sparse_indexer::{name}"
-
+_ELEMENTS = {
+    "fp16": "sparse_indexer::Float16",
+    "bf16": "sparse_indexer::BFloat16",
+    "fp32": "float",
+}
 
 KERNEL = Kernel(
     "kv_gather",
     {
-        f"kv_gather_{source}_{target}": (
-            f"sparse_indexer::KvGather<{_element(_ELEMENTS[source])}, {_element(_ELEMENTS[target])}>"
-        )
-        for source in _ELEMENTS
-        for target in ("fp16", "bf16", "fp32")
+        f"kv_gather_{source}_{target}": f"sparse_indexer::KvGather<{stored}, {written}>"
+        for source, stored in {"fp8": "sparse_indexer::E4m3", **_ELEMENTS}.items()
+        for target, written in _ELEMENTS.items()
     },
 )
 
