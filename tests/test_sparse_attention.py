@@ -21,6 +21,7 @@ from sparse_indexer import (
     quantize_fp8,
     sparse_attention,
 )
+from sparse_indexer.ops.kv_gather import kv_gather as KERNEL  # noqa: N812
 from sparse_indexer.testing import sparse_attention_reference
 from sparse_indexer.torch_ops.kv_gather import kv_gather
 from sparse_indexer.torch_ops.sparse_softmax import sparse_softmax
@@ -134,11 +135,10 @@ def assert_near_in_halves(
     of_kv = 0.0 if isinstance(pool, torch.Tensor) and pool.dtype == operands else unit
     float32 = 2.0**-23 * (q.shape[2] + positions.shape[1]) ** 0.5
     for row, slots in enumerate(positions.tolist()):
-        named = [one_row(pool, slot).double() for slot in slots if slot >= 0]
-        if not named:
+        kv = rows_of(pool, [slot for slot in slots if slot >= 0])
+        if not len(kv):
             assert not out[row].any()
             continue
-        kv = torch.stack(named)
         queries = q[row].cpu().double()
         logits = queries @ kv.t() * scale
         if sink is not None:
@@ -179,7 +179,8 @@ def test_is_the_reference(case: Case, fmt: torch.dtype | str, device: str) -> No
 
 
 def multiplied(q: torch.Tensor, pool: Pool) -> torch.dtype:
-    """What the docstring says is multiplied."""
+    """What the docstring says is multiplied; on a GPU by the kernels, which must be there."""
+    assert attention._route(q, pool).gather is (kv_gather if q.device.type == "cpu" else KERNEL)
     half = isinstance(pool, KVPool) or pool.dtype != torch.float32
     if q.device.type == "cpu" or not half or q.dtype == torch.float32:
         return torch.float32
@@ -427,7 +428,6 @@ def test_memory_stays_within_the_budget_on_a_gpu_and_nothing_waits(
     q, sink = normal(200, 64, 576, seed=6).half().cuda(), torch.zeros(64, device="cuda")
     options = {"sink": sink, "scale": 0.07, "value_dim": 512}
     sparse_attention(q[:1], pool, positions[:1], **options)  # loads kernels and cuBLAS
-    want = sparse_attention_reference(q, pool, positions, **options)
     for budget in (16 << 20, 256 << 20):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -435,7 +435,33 @@ def test_memory_stays_within_the_budget_on_a_gpu_and_nothing_waits(
         with no_synchronization():
             out = sparse_attention(q, pool, positions, memory_budget=budget, **options)
         assert torch.cuda.max_memory_allocated() - held <= budget + out.nbytes
-        assert_near(out, want, 576 + 640)
+        assert_near_in_halves(out, q, pool, positions, multiplied(q, pool), **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_graph_replays_with_other_positions(dtype: torch.dtype) -> None:
+    case = Case(rows=20, k=640, dim=576, value_dim=512)
+    pool = to(make_pool("fp8", SLOTS, 576), "cuda")
+    q, positions = normal(20, 9, 576, seed=6).to("cuda", dtype), make_positions(case).cuda()
+    options = {"scale": 576**-0.5, "value_dim": 512}
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        sparse_attention(q, pool, positions, **options)  # loads kernels and cuBLAS
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = sparse_attention(q, pool, positions, **options)
+    for seed in (12, 13):
+        positions.copy_(make_positions(case, seed))
+        graph.replay()
+        operands = multiplied(q, pool)
+        if operands == torch.float32:
+            want = sparse_attention_reference(q, pool, positions, **options)
+            assert_near(out, want, 576 + 640)
+        else:
+            assert_near_in_halves(out, q, pool, positions, operands, **options)
 
 
 @pytest.mark.gpu
@@ -510,6 +536,17 @@ def one_row(pool: Pool, slot: int) -> torch.Tensor:
         return pool[slot].cpu().float()
     scales = pool.scales[slot].cpu().repeat_interleave(128)
     return torch.cat((pool.values[slot].cpu().float() * scales, pool.rope[slot].cpu().float()))
+
+
+def rows_of(pool: Pool, slots: list[int]) -> torch.Tensor:
+    """`[n, dim]` float64, on the CPU."""
+    at = torch.tensor(slots, dtype=torch.int64)
+    if isinstance(pool, torch.Tensor):
+        return pool[at.to(pool.device)].cpu().double()
+    values, scales, rope = (
+        part[at.to(part.device)].cpu().double() for part in (pool.values, pool.scales, pool.rope)
+    )
+    return torch.cat((values * scales.repeat_interleave(128, 1), rope), 1)
 
 
 def test_gather_saturates_nothing() -> None:
