@@ -21,7 +21,7 @@ from sparse_indexer import (
     quantize_fp8,
     sparse_attention,
 )
-from sparse_indexer.ops.kv_gather import kv_gather as KERNEL  # noqa: N812
+from sparse_indexer.ops import kv_gather as kernel
 from sparse_indexer.testing import sparse_attention_reference
 from sparse_indexer.torch_ops.kv_gather import kv_gather
 from sparse_indexer.torch_ops.sparse_softmax import sparse_softmax
@@ -180,7 +180,8 @@ def test_is_the_reference(case: Case, fmt: torch.dtype | str, device: str) -> No
 
 def multiplied(q: torch.Tensor, pool: Pool) -> torch.dtype:
     """What the docstring says is multiplied; on a GPU by the kernels, which must be there."""
-    assert attention._route(q, pool).gather is (kv_gather if q.device.type == "cpu" else KERNEL)
+    gather = kv_gather if q.device.type == "cpu" else kernel.kv_gather
+    assert attention._route(q, pool).gather is gather
     half = isinstance(pool, KVPool) or pool.dtype != torch.float32
     if q.device.type == "cpu" or not half or q.dtype == torch.float32:
         return torch.float32

@@ -93,7 +93,7 @@ struct SparseSoftmax {
   using Params = SparseSoftmaxParams;
   using Team = SoftmaxTeam<Warps>;
   static constexpr int kThreads = sparse_softmax_config::kThreads;
-  static constexpr int kMinBlocks = 6;  // what is in flight pays
+  static constexpr int kMinBlocks = 5;  // what is in flight pays
   static constexpr int kVector = sparse_softmax_config::kVector;
   static constexpr int kVectors = sparse_softmax_config::kVectors;
   static constexpr int kTeams = kThreads / Team::kThreads;
