@@ -15,14 +15,8 @@ using Variants = const char* [3];
 
 // Whether rows may be read or written `kVector` elements at a time.
 bool aligned(const TensorView& rows) {
-  const int64_t bytes = kv_gather_config::kVector * rows.dtype().bits / 8;
-  const int64_t unit = std::min<int64_t>(bytes, 16);
-  bool fits = reinterpret_cast<uintptr_t>(data<void>(rows)) % unit == 0;
-  for (int i = 0; i < rows.ndim() - 1; ++i) {
-    const int64_t step = rows.stride(i) * rows.dtype().bits / 8;
-    fits &= rows.shape()[i] == 1 || step % unit == 0;
-  }
-  return fits;
+  return rows_aligned(rows,
+                      std::min<int64_t>(kv_gather_config::kVector * rows.dtype().bits / 8, 16));
 }
 
 // What both kinds of pool have in common; `params` holds the pool.

@@ -73,8 +73,7 @@ void relu_head_sum(TensorView scores, TensorView weights, Optional<TensorView> k
   params.positions = static_cast<int32_t>(positions);
   params.start = static_cast<int32_t>(start);
   params.parts = static_cast<int32_t>((positions + kPart - 1) / kPart);
-  params.out_vectors = reinterpret_cast<uintptr_t>(params.out) % 16 == 0 &&
-                       (rows == 1 || params.out_stride % 4 == 0);
+  params.out_vectors = rows_aligned(out, 16);
   Launch(out_keys.has_value() ? "relu_head_sum_keys" : "relu_head_sum_logits", device)
       .grid(rows * params.parts)
       .block(kThreads)

@@ -14,13 +14,7 @@ namespace {
 
 // Whether rows may be read or written `kVector` elements at a time.
 bool aligned(const TensorView& rows) {
-  const int64_t unit = sparse_softmax_config::kVector * rows.dtype().bits / 8;
-  bool fits = reinterpret_cast<uintptr_t>(data<void>(rows)) % unit == 0;
-  for (int i = 0; i < rows.ndim() - 1; ++i) {
-    const int64_t step = rows.stride(i) * rows.dtype().bits / 8;
-    fits &= rows.shape()[i] == 1 || step % unit == 0;
-  }
-  return fits;
+  return rows_aligned(rows, sparse_softmax_config::kVector * rows.dtype().bits / 8);
 }
 
 // By the dtype of the output, fp16, bf16, fp32, and by how many entries a row and head has.
