@@ -17,11 +17,16 @@ from pathlib import Path
 import torch
 from timing import copy_rate, environment, host_medians, medians
 
-from sparse_indexer import IndexKPool
+from sparse_indexer import IndexKPool, KVPool, sparse_attention
 from sparse_indexer.ops.block_keys import block_keys
 from sparse_indexer.ops.candidate_table import candidate_table
 from sparse_indexer.ops.index_k import index_k
+from sparse_indexer.ops.kv_gather import kv_gather
+from sparse_indexer.ops.relu_head_sum import relu_head_sum
+from sparse_indexer.ops.sparse_softmax import sparse_softmax
 from sparse_indexer.ops.topk import topk
+from sparse_indexer.torch_ops import kv_gather as torch_kv_gather
+from sparse_indexer.torch_ops import sparse_softmax as torch_sparse_softmax
 
 CUDA = torch.device("cuda:0")
 
@@ -142,11 +147,109 @@ def candidate_table_cases() -> Iterator[Case]:
         )  # fmt: skip
 
 
+def relu_head_sum_cases() -> Iterator[Case]:
+    rows, width, tiles = 508, 1024, 16
+    for heads in (64, 32):
+        shape = (tiles, rows * heads, width)
+        scores = torch.empty(shape, dtype=torch.float16, device=CUDA).normal_()
+        weights = torch.randn(rows, heads, device=CUDA)
+        logits = torch.empty(tiles, rows, width, device=CUDA)
+        keys, lens = torch.empty(tiles, rows, width // 8, device=CUDA), int32(rows, width)
+
+        def in_torch(tile: int) -> torch.Tensor:
+            return (scores[tile].view(rows, heads, width).relu() * weights[..., None]).sum(1)
+
+        for out, name, argument in ((logits, "logits", "out_logits"), (keys, "keys", "out_keys")):
+            yield Case(
+                f"relu_head_sum to {name}, {tiles} x [{rows} x {heads}, {width}]",
+                "(relu() * weights).sum(1)",
+                scores.nbytes + tiles * (weights.nbytes + lens.nbytes) + out.nbytes,
+                lambda i: [
+                    relu_head_sum(scores[t], weights, lens=lens, **{argument: out[t]})
+                    for t in range(tiles)
+                ],
+                lambda i: [in_torch(t) for t in range(tiles)],
+            )
+
+
+def sparse_softmax_cases() -> Iterator[Case]:
+    slots = 1 << 20
+    for rows, heads, k in (
+        (128, 64, 640), (2048, 64, 640), (128, 64, 2176), (1024, 64, 2176), (256, 64, 8192)
+    ):  # fmt: skip
+        logits = torch.empty(rows, heads, k, device=CUDA).normal_()
+        positions = torch.randint(-slots // 8, slots, (rows, k), device=CUDA).int()
+        out = torch.empty(rows, heads, k, dtype=torch.float16, device=CUDA)
+        options = {"num_slots": slots, "scale": 0.1, "sink": torch.zeros(heads, device=CUDA)}
+        yield Case(
+            f"sparse_softmax {rows} x {heads} x {k} to float16",
+            "mul, masked_fill, softmax by steps",
+            logits.nbytes + positions.nbytes + out.nbytes,
+            lambda i: sparse_softmax(logits, positions, **options, out=out),
+            lambda i: torch_sparse_softmax.sparse_softmax(logits, positions, **options, out=out),
+        )
+
+
+def kv_gather_cases() -> Iterator[Case]:
+    slots = 1 << 19
+    stored = torch.randint(0, 120, (slots, 656), dtype=torch.uint8, device=CUDA)  # no NaN
+    pool = KVPool.from_rows(stored)
+    plain = torch.zeros(slots, 576, dtype=torch.bfloat16, device=CUDA)
+    for rows, k in ((128, 2048), (128, 640), (1, 2048)):
+        positions = torch.randint(0, slots, (rows, k), dtype=torch.int32, device=CUDA)
+        read = positions.nbytes + rows * k * (512 + 16 + 128)
+        for dtype in (torch.float16, torch.bfloat16):
+            out = torch.empty(rows, k, 576, dtype=dtype, device=CUDA)
+            yield Case(
+                f"kv_gather {rows} x {k} of 656 bytes to {str(dtype)[6:]}",
+                "index, dequantize, cat by steps",
+                read + out.nbytes,
+                lambda i: kv_gather(pool, positions, out=out),
+                lambda i: torch_kv_gather.kv_gather(pool, positions, out=out),
+            )
+        yield Case(
+            f"kv_gather {rows} x {k} of bfloat16 to bfloat16",
+            "index_select",
+            positions.nbytes + 2 * out.nbytes,
+            lambda i: kv_gather(plain, positions, out=out),
+            lambda i: plain.index_select(0, positions.flatten()),
+        )
+
+
+def sparse_attention_cases() -> Iterator[Case]:
+    """Bytes: what is read and written at least, KV rows, queries and result."""
+    slots, heads = 1 << 19, 64
+    stored = torch.randint(0, 60, (slots, 656), dtype=torch.uint8, device=CUDA)  # below 1.5
+    pool = KVPool.from_rows(stored)
+    pool.scales.fill_(1.0)
+    for rows, k in ((128, 640), (128, 2176)):
+        positions = torch.randint(0, slots, (rows, k), dtype=torch.int32, device=CUDA)
+        q = torch.randn(rows, heads, 576, device=CUDA).half()
+        options = {"scale": 0.05, "sink": torch.zeros(heads, device=CUDA), "value_dim": 512}
+        plain = pool.read(positions.flatten().long(), torch.float16).view(rows, k, 576)
+
+        def matmuls() -> torch.Tensor:
+            weights = torch.bmm(q, plain.transpose(1, 2)).softmax(2)
+            return torch.bmm(weights, plain[..., :512])
+
+        yield Case(
+            f"sparse_attention {rows} x {heads} x {k}",
+            "bmm, softmax, bmm alone, KV rows there",
+            rows * k * 660 + q.nbytes + rows * heads * 512 * 2,
+            lambda i: sparse_attention(q, pool, positions, memory_budget=1 << 30, **options),
+            lambda i: matmuls(),
+        )
+
+
 GROUPS = {
     "block_keys": block_keys_cases,
     "topk": topk_cases,
     "index_k": index_k_cases,
     "candidate_table": candidate_table_cases,
+    "relu_head_sum": relu_head_sum_cases,
+    "sparse_softmax": sparse_softmax_cases,
+    "kv_gather": kv_gather_cases,
+    "sparse_attention": sparse_attention_cases,
 }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from jit_support import PretendCuda
 
-from sparse_indexer import FlatIndexK, IndexKPool, IndexQ
+from sparse_indexer import FlatIndexK, IndexKPool, IndexQ, KVPool
 from sparse_indexer.ops.block_keys import block_keys
 from sparse_indexer.ops.candidate_logits import candidate_logits
 from sparse_indexer.ops.candidate_quads import candidate_quads
@@ -15,7 +15,10 @@ from sparse_indexer.ops.candidate_table import candidate_table
 from sparse_indexer.ops.dense_block_keys import dense_block_keys
 from sparse_indexer.ops.index_k import index_k
 from sparse_indexer.ops.index_q import index_q
+from sparse_indexer.ops.kv_gather import kv_gather
+from sparse_indexer.ops.relu_head_sum import relu_head_sum
 from sparse_indexer.ops.row_quads import row_quads
+from sparse_indexer.ops.sparse_softmax import sparse_softmax
 from sparse_indexer.ops.topk import topk
 
 
@@ -44,6 +47,11 @@ PACKED_QUERIES = cuda(4, 128, 128, dtype=torch.uint8)
 PACKED_WEIGHTS = cuda(4, 4, 32, dtype=torch.float32)
 SCORED = {"keys": PACKED_KEYS, "queries": PACKED_QUERIES, "weights": PACKED_WEIGHTS}
 PACKED = {"out_values": PACKED_QUERIES, "out_weights": PACKED_WEIGHTS}
+KV_POOL = KVPool(
+    cuda(2, 128, dtype=torch.float8_e4m3fn), cuda(2, 1, dtype=torch.float32),
+    cuda(2, 8, dtype=torch.bfloat16),
+)  # fmt: skip
+SCORES = {"scores": cuda(6, 8, dtype=torch.float16), "weights": HEADS}
 
 # An op and arguments that it takes.
 CALLS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
@@ -112,5 +120,29 @@ CALLS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
         SCORED
         | {"entries": cuda(4, 33), "ranks": cuda(4, 2, 4, dtype=torch.int16), "counts": COUNTS}
         | {"quad_first": QUADS, "out": cuda(16, 80, dtype=torch.float32)},
+    ),
+    "kv_gather": (
+        kv_gather,
+        {"kv_pool": KV_POOL, "positions": cuda(2, 3)}
+        | {"out": cuda(2, 3, 136, dtype=torch.float16)},
+    ),
+    "kv_gather, plain": (
+        kv_gather,
+        {"kv_pool": cuda(2, 8, dtype=torch.float16), "positions": cuda(2, 3)}
+        | {"out": cuda(2, 3, 8, dtype=torch.float32)},
+    ),
+    "sparse_softmax": (
+        sparse_softmax,
+        {"logits": cuda(2, 3, 8, dtype=torch.float32), "positions": TABLE, "num_slots": 4}
+        | {"scale": 0.5, "sink": cuda(3, dtype=torch.float32)}
+        | {"out": cuda(2, 3, 8, dtype=torch.float16)},
+    ),
+    "relu_head_sum": (
+        relu_head_sum,
+        SCORES | {"lens": INTS, "start": 8, "out_keys": cuda(2, 1, dtype=torch.float32)},
+    ),
+    "relu_head_sum, logits": (
+        relu_head_sum,
+        SCORES | {"key_scales": cuda(8, dtype=torch.float32), "out_logits": FLOATS},
     ),
 }

@@ -2,6 +2,7 @@
 """What every op says about arguments that it cannot take, on a machine without a GPU."""
 
 import inspect
+import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,10 +17,12 @@ from op_calls import (
     BYTES,
     CALLS,
     FLAT,
+    FLOATS,
     FP8_QUERIES,
     HALF_QUERIES,
     HEADS,
     INTS,
+    KV_POOL,
     PACKED_QUERIES,
     PACKED_WEIGHTS,
     POOL,
@@ -29,7 +32,7 @@ from op_calls import (
     on_cpu,
 )
 
-from sparse_indexer import FlatIndexK, IndexKPool, IndexQ
+from sparse_indexer import FlatIndexK, IndexKPool, IndexQ, KVPool
 from sparse_indexer.jit import load
 from sparse_indexer.jit.kernel import all_kernels
 
@@ -88,6 +91,13 @@ def test_a_tensor_of_the_cpu_is_refused_by_name(name: str, argument: str) -> Non
         ("candidate_quads", "blocks: expected [quads, 4, n] int32 on cuda, got [4, 4, 10] int32"),
         ("dense_block_keys", "keys: expected [blocks, 1152] uint8 or float16 or bfloat16 on cuda"),
         ("candidate_logits", "keys: expected [blocks, 1152] uint8 or float16 or bfloat16 on cuda"),
+        (
+            "kv_gather",
+            "kv_pool values: expected [slots, fp8_dim] uint8 on cuda, got [2, 128] uint8",
+        ),
+        ("kv_gather, plain", "kv_pool: expected [slots, dim] float16 or bfloat16 or float32 on"),
+        ("sparse_softmax", "logits: expected [rows, heads, k] float32 on cuda, got [2, 3, 8]"),
+        ("relu_head_sum", "weights: expected [rows, heads] float32 on cuda, got [2, 3] float32"),
     ],
 )
 def test_all_tensors_of_the_cpu(name: str, message: str) -> None:
@@ -96,6 +106,9 @@ def test_all_tensors_of_the_cpu(name: str, message: str) -> None:
         given["keys"] = IndexKPool(on_cpu(POOL.pages), 64, "fp8")
     if "keys" in given and given["keys"] is FLAT:
         given["keys"] = FlatIndexK(on_cpu(FLAT.values), on_cpu(SCALES), "fp8")
+    if name == "kv_gather":
+        parts = (KV_POOL.values, KV_POOL.scales, KV_POOL.rope)
+        given["kv_pool"] = KVPool(*map(on_cpu, parts))
     if name == "index_q":
         given["queries"] = IndexQ(on_cpu(FP8_QUERIES.values), on_cpu(HEADS))
     assert refusal(name, **given).startswith(message)
@@ -123,7 +136,8 @@ NO_TENSORS = {
 @pytest.mark.parametrize(("name", "argument"), TENSORS)
 def test_what_is_no_tensor_is_refused_by_name(name: str, argument: str) -> None:
     optional = inspect.signature(CALLS[name][0]).parameters[argument].default is None
-    expected = "a dense CUDA tensor" + (" or None" if optional else "")
+    also = "None" if optional else "KVPool" if argument == "kv_pool" else ""
+    expected = "a dense CUDA tensor" + (f" or {also}" if also else "")
     for wrong, got in NO_TENSORS.values():
         assert refusal(name, **{argument: wrong}) == f"{argument}: expected {expected}, got {got}"
     if not optional:
@@ -314,6 +328,40 @@ ON = "on cuda:63"
             "weights: expected 32 or 64 heads, got 48",
         ),
         ("candidate_logits", {"entries": cuda(4, 65)}, f"ranks: expected [4, 3, 4] int16 {ON}"),
+        (
+            "kv_gather",
+            {"out": cuda(2, 3, 128, dtype=torch.float16)},
+            f"out: expected [2, 3, 136] float16 or bfloat16 or float32 {ON}, got [2, 3, 128]",
+        ),
+        ("kv_gather", {"positions": cuda(2, 4)}, f"positions: expected [2, 3] int32 {ON}, got"),
+        (
+            "sparse_softmax",
+            {"positions": cuda(2, 4)},
+            f"positions: expected [2, 8] int32 {ON}, got",
+        ),
+        ("sparse_softmax", {"sink": SCALES}, f"sink: expected [3] float32 {ON}, got [2] float32"),
+        ("sparse_softmax", {"scale": math.nan}, "scale: expected a finite float32, got nan"),
+        ("sparse_softmax", {"scale": 1e39}, "scale: expected a finite float32, got 99999"),
+        ("sparse_softmax", {"scale": "1"}, "scale: expected a number, got '1'"),
+        ("sparse_softmax", {"scale": None}, "scale: expected a number, got None"),
+        ("sparse_softmax", {"num_slots": -1}, "num_slots: expected an int of 0 to"),
+        ("relu_head_sum", {"lens": None}, "lens: expected a tensor with out_keys, got None"),
+        ("relu_head_sum", {"start": 4}, "start: expected a multiple of 8, got 4"),
+        (
+            "relu_head_sum",
+            {"out_logits": FLOATS},
+            "out_logits, out_keys: expected one of the two, got both",
+        ),
+        (
+            "relu_head_sum",
+            {"scores": cuda(4, 8, dtype=torch.float16)},
+            f"scores: expected [6, positions] float16 {ON}, got [4, 8] float16 {ON}",
+        ),
+        (
+            "relu_head_sum, logits",
+            {"scores": cuda(6, 9, dtype=torch.float16)[:, :8]},
+            "scores: expected rows at multiples of 16 bytes, got strides [9, 1]",
+        ),
     ],
 )
 def test_what_does_not_fit_together(name: str, wrong: dict[str, Any], message: str) -> None:

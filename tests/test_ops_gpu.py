@@ -8,6 +8,7 @@ import pytest
 import torch
 from gpu_support import no_synchronization
 
+from sparse_indexer import KVPool, quantize_fp8
 from sparse_indexer.jit import warmup
 from sparse_indexer.jit.kernel import all_kernels
 from sparse_indexer.ops.block_keys import block_keys
@@ -17,7 +18,10 @@ from sparse_indexer.ops.candidate_table import candidate_table
 from sparse_indexer.ops.dense_block_keys import dense_block_keys
 from sparse_indexer.ops.index_k import index_k
 from sparse_indexer.ops.index_q import index_q
+from sparse_indexer.ops.kv_gather import kv_gather
+from sparse_indexer.ops.relu_head_sum import relu_head_sum
 from sparse_indexer.ops.row_quads import row_quads
+from sparse_indexer.ops.sparse_softmax import sparse_softmax
 from sparse_indexer.ops.topk import topk
 from sparse_indexer.testing import hostile_pool, random_keys, random_queries
 
@@ -137,6 +141,41 @@ def make_scored(name: str) -> Op:
     )
 
 
+def make_kv_gather(name: str) -> Op:
+    """Of a slot a row, which changes; beyond the pool it is unused."""
+    slots = ints(ROWS, fill=WIDTH)
+    rows = torch.randn(WIDTH, 576, device=DEVICE).half()
+    pool: torch.Tensor | KVPool = rows
+    if name == "kv_gather":
+        values, scales = quantize_fp8(rows[:, :512].unflatten(1, (4, 128)))
+        pool = KVPool(values.flatten(1), scales, rows[:, 512:].bfloat16())
+    out = torch.empty(ROWS, 1, 576, dtype=torch.float16, device=DEVICE)
+    return Op(lambda: kv_gather(pool, slots.view(ROWS, 1), out=out), slots, [out])
+
+
+def make_sparse_softmax(name: str) -> Op:
+    """Of 5 rows, whose slots change; those from 100 on are unused."""
+    k = 640 if name == "sparse_softmax" else 3000
+    slots, logits = ints(ROWS, fill=WIDTH), torch.randn(5, 16, k, device=DEVICE)
+    positions, sink = ints(5, k), torch.zeros(16, device=DEVICE)
+    out = torch.empty(5, 16, k, dtype=torch.float16, device=DEVICE)
+
+    def call() -> None:
+        positions[:, :8].copy_(slots.view(5, 8))
+        sparse_softmax(logits, positions, num_slots=100, scale=0.1, sink=sink, out=out)
+
+    return Op(call, slots, [out])
+
+
+def make_relu_head_sum(name: str) -> Op:
+    scores = torch.randn(ROWS * 32, WIDTH, device=DEVICE).half()
+    weights, lens = torch.randn(ROWS, 32, device=DEVICE), ints(ROWS, fill=WIDTH)
+    keys = name == "relu_head_sum"
+    out = torch.empty(ROWS, WIDTH // 8 if keys else WIDTH, device=DEVICE)
+    given = {"out_keys" if keys else "out_logits": out}
+    return Op(lambda: relu_head_sum(scores, weights, lens=lens, **given), lens, [out])
+
+
 def make(name: str) -> Op:
     kernel = all_kernels()[name.partition(",")[0]]
     if not kernel.is_for(torch.cuda.get_device_capability(DEVICE)):
@@ -147,6 +186,12 @@ def make(name: str) -> Op:
         return make_index_q()
     if name == "candidate_quads":
         return make_candidate_quads()
+    if name.startswith("kv_gather"):
+        return make_kv_gather(name)
+    if name.startswith("sparse_softmax"):
+        return make_sparse_softmax(name)
+    if name.startswith("relu_head_sum"):
+        return make_relu_head_sum(name)
     if name in ("dense_block_keys", "candidate_logits"):
         return make_scored(name)
     generator = torch.Generator(DEVICE).manual_seed(0)
@@ -209,6 +254,12 @@ OPS = [
     "candidate_quads",
     "dense_block_keys",
     "candidate_logits",
+    "kv_gather",
+    "kv_gather, plain",
+    "sparse_softmax",
+    "sparse_softmax, long",
+    "relu_head_sum",
+    "relu_head_sum, logits",
 ]
 
 

@@ -3,19 +3,28 @@
 
 import itertools
 import json
+import logging
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from gpu_support import no_synchronization
 
-from sparse_indexer import KVPool, quantize_fp8, sparse_attention
-from sparse_indexer.attention import _row_bytes
+from sparse_indexer import (
+    BackendUnavailable,
+    JitError,
+    KVPool,
+    attention,
+    quantize_fp8,
+    sparse_attention,
+)
+from sparse_indexer.ops import kv_gather as kernel
 from sparse_indexer.testing import sparse_attention_reference
 from sparse_indexer.torch_ops.kv_gather import kv_gather
+from sparse_indexer.torch_ops.sparse_softmax import sparse_softmax
 
 Pool = torch.Tensor | KVPool
 
@@ -93,13 +102,59 @@ def to(pool: Pool, device: str) -> Pool:
     return KVPool(*(part.to(device) for part in (pool.values, pool.scales, pool.rope)))
 
 
+UNIT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}  # a rounding
+
+
 def assert_near(out: torch.Tensor, want: torch.Tensor, summands: int) -> None:
     """Within one rounding to out's dtype, and a random walk of float32's, one a summand."""
-    rounding = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
     walk = 2.0**-23 * summands**0.5 * want.abs().amax()
-    bound = rounding[out.dtype] * want.abs() + walk + 2.0**-25
+    bound = UNIT[out.dtype] * want.abs() + walk + 2.0**-25
     error = (out.cpu().double() - want).abs()
     assert (error <= bound).all(), (error / bound).max()
+
+
+def assert_near_in_halves(
+    out: torch.Tensor,
+    q: torch.Tensor,
+    pool: Pool,
+    positions: torch.Tensor,
+    operands: torch.dtype,
+    **options: Any,
+) -> None:
+    """Within what it takes to round KV rows, queries and probabilities to `operands`.
+
+    Each rounding moves what it rounds by at most `unit` of it, independently of the others. To
+    first order the output moves by p[j] (kv[j] - out) for each unit that a logit moves, by kv[j]
+    for each of p[j], by p[j] for each of kv[j]; a logit moves by scale * q[d] * kv[j, d] for a unit
+    of q[d] or of kv[j, d]. The bound is six times the root of the sum of squares.
+    """
+    sink, scale = options.get("sink"), options["scale"]
+    want = sparse_attention_reference(q, pool, positions, **options)
+    unit, smallest = UNIT[operands], 2.0**-25 if operands == torch.float16 else 0.0
+    of_q = unit if q.dtype != operands else 0.0
+    of_kv = 0.0 if isinstance(pool, torch.Tensor) and pool.dtype == operands else unit
+    float32 = 2.0**-23 * (q.shape[2] + positions.shape[1]) ** 0.5
+    for row, slots in enumerate(positions.tolist()):
+        kv = rows_of(pool, [slot for slot in slots if slot >= 0])
+        if not len(kv):
+            assert not out[row].any()
+            continue
+        queries = q[row].cpu().double()
+        logits = queries @ kv.t() * scale
+        if sink is not None:
+            logits = torch.cat((logits, sink.cpu().double()[:, None]), 1)
+        p = logits.softmax(1)[:, : len(kv)]
+        moves = scale**2 * (queries**2 @ (kv**2).t()) * (of_q**2 + of_kv**2 + float32**2)
+        values, middle = kv[:, : want.shape[2]], want[row]
+        # sum over j of p^2 moves (kv - out)^2, the square written out
+        weights = p**2 * moves
+        squares = weights @ values**2 - 2 * middle * (weights @ values)
+        squares += middle**2 * weights.sum(1, keepdim=True)
+        squares += (p**2 * (unit**2 + of_kv**2 + float32**2) + smallest**2) @ values**2
+        squares += smallest**2 * (p**2).sum(1, keepdim=True)
+        bound = 6 * squares.clamp(min=0).sqrt() + UNIT[out.dtype] * middle.abs() + 2.0**-25
+        error = (out[row].cpu().double() - middle).abs()
+        assert (error <= bound).all(), (error / bound).max()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -115,8 +170,104 @@ def test_is_the_reference(case: Case, fmt: torch.dtype | str, device: str) -> No
         out = sparse_attention(q, pool, positions, **options)
         assert out.dtype == dtype
         assert out.shape == (case.rows, case.heads, case.value_dim)
-        want = sparse_attention_reference(q, pool, positions, **options)
-        assert_near(out, want, case.dim + case.k)
+        operands = multiplied(q, pool)
+        if operands == torch.float32:
+            want = sparse_attention_reference(q, pool, positions, **options)
+            assert_near(out, want, case.dim + case.k)
+        else:
+            assert_near_in_halves(out, q, pool, positions, operands, **options)
+
+
+def multiplied(q: torch.Tensor, pool: Pool) -> torch.dtype:
+    """What the docstring says is multiplied; on a GPU by the kernels, which must be there."""
+    gather = kv_gather if q.device.type == "cpu" else kernel.kv_gather
+    assert attention._route(q, pool).gather is gather
+    half = isinstance(pool, KVPool) or pool.dtype != torch.float32
+    if q.device.type == "cpu" or not half or q.dtype == torch.float32:
+        return torch.float32
+    old = torch.cuda.get_device_capability(q.device) < (8, 0)
+    return torch.float16 if old else q.dtype
+
+
+def as_kernels(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    """Routes calls on the CPU as on a GPU of this capability, with torch's ops as kernels."""
+
+    def softmax(logits: torch.Tensor, positions: torch.Tensor, **options: Any) -> None:
+        out = options.pop("out")
+        sparse_softmax(logits := logits.clone(), positions, **options, out=logits)
+        out.copy_(logits)
+
+    def route(q: torch.Tensor, pool: Pool) -> object:
+        operands = attention._operands(q, pool, capability)
+        return attention._Route(kv_gather, softmax, operands, gather_bytes=0, logit_bytes=4)
+
+    monkeypatch.setattr(attention, "_route", route)
+    monkeypatch.setattr(attention, "_bmm", lambda a, b: torch.bmm(a.float(), b.float()))
+
+
+@pytest.mark.parametrize("capability", [(7, 0), (7, 5), (8, 0), (9, 0)])
+@pytest.mark.parametrize("fmt", [*DTYPES, "fp8"], ids=str)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_roundings_of_halves(
+    case: Case,
+    fmt: torch.dtype | str,
+    capability: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of the route that a GPU takes, whatever computes its steps."""
+    as_kernels(monkeypatch, capability)
+    pool, positions = make_pool(fmt, case.slots, case.dim), make_positions(case)
+    for dtype in (torch.float16, torch.bfloat16):
+        q = normal(case.rows, case.heads, case.dim, seed=6).to(dtype)
+        sink = normal(case.heads, seed=5) * 2
+        options = {"sink": sink, "scale": case.dim**-0.5, "value_dim": case.value_dim}
+        out = sparse_attention(q, pool, positions, **options)
+        assert out.dtype == dtype
+        if fmt == torch.float32:
+            want = sparse_attention_reference(q, pool, positions, **options)
+            assert_near(out, want, case.dim + case.k)
+            continue
+        operands = torch.float16 if capability < (8, 0) else dtype
+        assert_near_in_halves(out, q, pool, positions, operands, **options)
+        monkeypatch.setattr(attention, "_route", ROUTE)
+        exact = sparse_attention(q, pool, positions, **options)
+        as_kernels(monkeypatch, capability)
+        assert case.k == 1 or not torch.equal(out, exact)  # or nothing was rounded
+
+
+ROUTE = attention._route
+
+
+def test_without_a_compiler_it_is_plain_torch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Decided and said once a device; but a graph capture decides nothing."""
+    device, capturing, tried = torch.device("cuda", 0), True, []
+
+    def build(kernels: object, where: torch.device, name: str) -> None:
+        tried.append(where)
+        raise BackendUnavailable(f"{name}: no compiler")
+
+    def refuse(kernel: object, where: torch.device) -> None:
+        raise JitError("call warmup")
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(attention, "build_kernels", build)
+    monkeypatch.setattr(attention, "load", refuse)
+    attention._has_kernels.cache_clear()
+    try:
+        with pytest.raises(JitError, match="call warmup"):
+            attention._has_kernels(device)
+        assert not tried
+        capturing = False
+        with caplog.at_level(logging.WARNING, "sparse_indexer"):
+            assert not attention._has_kernels(device)
+            capturing = True
+            assert not attention._has_kernels(device)
+        assert tried == [device]
+        assert caplog.messages == ["in plain torch: sparse_attention: no compiler"]
+    finally:
+        attention._has_kernels.cache_clear()
 
 
 def test_the_reference_is_the_formula() -> None:
@@ -197,7 +348,8 @@ def test_large_logits_do_not_overflow() -> None:
 def tiles(case: Case, *rows: int) -> Iterator[int]:
     """Budgets that allow so many rows a tile."""
     for n in rows:
-        yield n * _row_bytes(case.heads, case.dim, case.k, case.value_dim)
+        route = attention._route(Q, POOL)
+        yield n * attention._row_bytes(route, case.heads, case.dim, case.k, case.value_dim)
 
 
 @pytest.mark.parametrize("fmt", [torch.float32, "fp8"], ids=str)
@@ -277,7 +429,6 @@ def test_memory_stays_within_the_budget_on_a_gpu_and_nothing_waits(
     q, sink = normal(200, 64, 576, seed=6).half().cuda(), torch.zeros(64, device="cuda")
     options = {"sink": sink, "scale": 0.07, "value_dim": 512}
     sparse_attention(q[:1], pool, positions[:1], **options)  # loads kernels and cuBLAS
-    want = sparse_attention_reference(q, pool, positions, **options)
     for budget in (16 << 20, 256 << 20):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -285,7 +436,33 @@ def test_memory_stays_within_the_budget_on_a_gpu_and_nothing_waits(
         with no_synchronization():
             out = sparse_attention(q, pool, positions, memory_budget=budget, **options)
         assert torch.cuda.max_memory_allocated() - held <= budget + out.nbytes
-        assert_near(out, want, 576 + 640)
+        assert_near_in_halves(out, q, pool, positions, multiplied(q, pool), **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_graph_replays_with_other_positions(dtype: torch.dtype) -> None:
+    case = Case(rows=20, k=640, dim=576, value_dim=512)
+    pool = to(make_pool("fp8", SLOTS, 576), "cuda")
+    q, positions = normal(20, 9, 576, seed=6).to("cuda", dtype), make_positions(case).cuda()
+    options = {"scale": 576**-0.5, "value_dim": 512}
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        sparse_attention(q, pool, positions, **options)  # loads kernels and cuBLAS
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = sparse_attention(q, pool, positions, **options)
+    for seed in (12, 13):
+        positions.copy_(make_positions(case, seed))
+        graph.replay()
+        operands = multiplied(q, pool)
+        if operands == torch.float32:
+            want = sparse_attention_reference(q, pool, positions, **options)
+            assert_near(out, want, 576 + 640)
+        else:
+            assert_near_in_halves(out, q, pool, positions, operands, **options)
 
 
 @pytest.mark.gpu
@@ -333,7 +510,7 @@ def test_no_gradient_is_recorded() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("fmt", [*DTYPES, "fp8"], ids=str)
 def test_gather_writes_rows_and_zeros(
     fmt: torch.dtype | str, dtype: torch.dtype, device: str
@@ -343,7 +520,7 @@ def test_gather_writes_rows_and_zeros(
     poison(pool, positions)
     for slots in (positions, torch.full_like(positions, -1)):
         out = torch.full((5, 22, 200), torch.nan, dtype=dtype, device=device)
-        kv_gather(pool, slots, out[:, 1:21, :192])
+        kv_gather(pool, slots, out=out[:, 1:21, :192])
         assert out[:, [0, 21]].isnan().all()
         assert out[..., 192:].isnan().all()
         for row in range(5):
@@ -362,10 +539,21 @@ def one_row(pool: Pool, slot: int) -> torch.Tensor:
     return torch.cat((pool.values[slot].cpu().float() * scales, pool.rope[slot].cpu().float()))
 
 
+def rows_of(pool: Pool, slots: list[int]) -> torch.Tensor:
+    """`[n, dim]` float64, on the CPU."""
+    at = torch.tensor(slots, dtype=torch.int64)
+    if isinstance(pool, torch.Tensor):
+        return pool[at.to(pool.device)].cpu().double()
+    values, scales, rope = (
+        part[at.to(part.device)].cpu().double() for part in (pool.values, pool.scales, pool.rope)
+    )
+    return torch.cat((values * scales.repeat_interleave(128, 1), rope), 1)
+
+
 def test_gather_saturates_nothing() -> None:
     pool = torch.tensor([[70000.0, -1e-9, 3.0, torch.nan]])
     out = torch.empty(1, 1, 4, dtype=torch.float16)
-    kv_gather(pool, torch.zeros(1, 1, dtype=torch.int32), out)
+    kv_gather(pool, torch.zeros(1, 1, dtype=torch.int32), out=out)
     want = torch.tensor([[[torch.inf, -0.0, 3.0, torch.nan]]], dtype=torch.float16)
     torch.testing.assert_close(out, want, rtol=0, atol=0, equal_nan=True)
 
@@ -476,20 +664,20 @@ BAD_POOLS: dict[str, Callable[[], object]] = {
     "rope_dim: expected an int of at least 0, got -1": (
         lambda: KVPool.from_rows(BYTES, rope_dim=-1)
     ),
-    "dtype: expected torch.float16 or torch.float32, got torch.bfloat16": (
-        lambda: POOL.read(torch.zeros(1, dtype=torch.int64), torch.bfloat16)
+    "dtype: expected torch.float16 or torch.bfloat16 or torch.float32, got torch.float64": (
+        lambda: POOL.read(torch.zeros(1, dtype=torch.int64), torch.float64)
     ),
-    r"out: expected \[rows, k, dim\] float16 or float32, got \[5, 37, 192\] float64": (
-        lambda: kv_gather(POOL, POSITIONS, torch.empty(5, 37, 192, dtype=torch.float64))
+    r"out: expected \[rows, k, dim\] float16 or bfloat16 or float32, got \[5, 37, 192\] float64": (
+        lambda: kv_gather(POOL, POSITIONS, out=torch.empty(5, 37, 192, dtype=torch.float64))
     ),
     r"positions: expected \[5, 36\] int32 on cpu, got \[5, 37\] int32": (
-        lambda: kv_gather(POOL, POSITIONS, torch.empty(5, 36, 192))
+        lambda: kv_gather(POOL, POSITIONS, out=torch.empty(5, 36, 192))
     ),
     "positions: expected slots below 300, got 301": (
-        lambda: kv_gather(POOL, torch.full((1, 1), 301, dtype=torch.int32), torch.empty(1, 1, 192))
+        lambda: kv_gather(POOL, POSITIONS[:1, :1] * 0 + 301, out=torch.empty(1, 1, 192))
     ),
     "kv_pool: expected rows of 190 elements, got 128": (
-        lambda: kv_gather(POOL, POSITIONS, torch.empty(5, 37, 190))
+        lambda: kv_gather(POOL, POSITIONS, out=torch.empty(5, 37, 190))
     ),
 }
 

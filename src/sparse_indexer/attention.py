@@ -3,11 +3,23 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
 
 import torch
 
-from sparse_indexer.errors import describe, expect_int, expect_tensor, mismatch
+from sparse_indexer.backends.kernels import build_kernels
+from sparse_indexer.errors import (
+    BackendUnavailable,
+    describe,
+    expect_int,
+    expect_tensor,
+    mismatch,
+)
+from sparse_indexer.jit import load
 from sparse_indexer.kv_pool import (
     KV_DTYPES,
     KVPool,
@@ -15,10 +27,23 @@ from sparse_indexer.kv_pool import (
     expect_positions,
     num_slots,
 )
-from sparse_indexer.torch_ops.kv_gather import kv_gather, used_slots
-from sparse_indexer.torch_ops.sparse_softmax import sparse_softmax
+from sparse_indexer.ops import kv_gather, sparse_softmax
+from sparse_indexer.torch_ops import kv_gather as torch_kv_gather
+from sparse_indexer.torch_ops import sparse_softmax as torch_sparse_softmax
 
-_ALIGNMENT = 16  # float32 elements, 64 bytes
+_log = logging.getLogger("sparse_indexer")
+_KERNELS = (kv_gather.KERNEL, sparse_softmax.KERNEL)
+_ALIGNMENT = 16  # elements of a KV row: 64 bytes of float32, 32 of halves
+
+
+class _Route(NamedTuple):
+    """What a call runs on, and in which dtype."""
+
+    gather: Callable[..., None]
+    softmax: Callable[..., None]
+    operands: torch.dtype  # KV rows, queries and probabilities, as they are multiplied
+    gather_bytes: int  # scratch of the gather, an element that it writes
+    logit_bytes: int  # an element of the logits, with the scratch of the softmax
 
 
 @torch.no_grad()
@@ -39,10 +64,23 @@ def sparse_attention(
         p[r, h] = softmax over used j, and the sink, of (scale * q[r, h] . kv[j], sink[h])
         out[r, h] = sum_j p[r, h, j] * kv[j, :value_dim]
 
-    Products, softmax and sums are float32 (on a GPU as torch's float32 matmuls are set), and the
-    result is rounded once. A slot that is named twice counts twice; a row without used slots gives
-    zeros. Nothing of pool rows that a row does not name reaches its result, NaN included; NaN and
-    infinities of those that it does give what the formula gives. No gradient is recorded.
+    A slot that is named twice counts twice; a row without used slots gives zeros. Nothing of pool
+    rows that a row does not name reaches its result, NaN included; NaN and infinities of those that
+    it does give what the formula gives. No gradient is recorded.
+
+    Logits, softmax and sums are float32, and the result is rounded once. What is multiplied depends
+    on where:
+
+    - On a CPU, and wherever queries or pool are float32, float32: nothing else is rounded (on a GPU
+      products are as torch's float32 matmuls are set).
+    - On a GPU, of half queries and a half or fp8 pool, q's dtype, but float16 for bfloat16 below
+      capability 8.0, whose tensor cores have no other: KV rows, dequantized, and probabilities are
+      rounded to it once each, and below 8.0 bfloat16 queries, too. Beyond 65,504 float16 has
+      infinity.
+
+    On a GPU gather and softmax are kernels, built at the first call. Where they cannot be built it
+    is all plain torch in float32, which is said once a device, at level WARNING of
+    `sparse_indexer`.
 
     A row's result depends on that row alone; on a CPU to the bit, whatever the budget, while on a
     GPU the last bits may depend on how many rows a tile has.
@@ -65,6 +103,8 @@ def sparse_attention(
         ValueError: a wrong shape, dtype, device or number; a budget below what one row takes. On a
             CPU also a slot beyond the pool (on a GPU it is unused: seeing it would take a
             synchronization).
+        JitError: the kernels are not loaded, and a CUDA graph is being captured; call
+            `sparse_indexer.jit.warmup` before.
     """
     expect_tensor("q", q, ("rows", "heads", "dim"), KV_DTYPES)
     rows, heads, dim = q.shape
@@ -78,7 +118,8 @@ def sparse_attention(
         raise mismatch("scale", "a finite number", describe(scale))
     value_dim = dim if value_dim is None else expect_int("value_dim", value_dim, 1, dim)
     k = positions.shape[1]
-    least = _row_bytes(heads, dim, k, value_dim)
+    route = _route(q, kv_pool)
+    least = _row_bytes(route, heads, dim, k, value_dim)
     if expect_int("memory_budget", memory_budget, 0) < least:
         raise mismatch("memory_budget", f"at least {least} bytes", str(memory_budget))
     out = q.new_zeros(rows, heads, value_dim)
@@ -86,14 +127,52 @@ def sparse_attention(
         tile = memory_budget // least
         for start in range(0, rows, tile):
             some = slice(start, start + tile)
-            _attend(q[some], kv_pool, positions[some], sink, float(scale), out[some])
+            _attend(route, q[some], kv_pool, positions[some], sink, float(scale), out[some])
     return out
 
 
-def _row_bytes(heads: int, dim: int, k: int, value_dim: int) -> int:
+def _route(q: torch.Tensor, kv_pool: torch.Tensor | KVPool) -> _Route:
+    gather: Callable[..., None]
+    softmax: Callable[..., None]
+    if q.device.type != "cuda" or not _has_kernels(q.device):
+        gather, softmax = torch_kv_gather.kv_gather, torch_sparse_softmax.sparse_softmax
+        return _Route(gather, softmax, torch.float32, gather_bytes=10, logit_bytes=8)
+    capability = torch.cuda.get_device_capability(q.device)
+    operands = _operands(q, kv_pool, capability)
+    gather, softmax = kv_gather.kv_gather, sparse_softmax.sparse_softmax
+    return _Route(gather, softmax, operands, gather_bytes=0, logit_bytes=4)
+
+
+def _operands(
+    q: torch.Tensor, kv_pool: torch.Tensor | KVPool, capability: tuple[int, int]
+) -> torch.dtype:
+    """What the kernels' matmuls multiply on a GPU of this capability."""
+    if isinstance(kv_pool, torch.Tensor) and kv_pool.dtype == torch.float32:
+        return torch.float32
+    if q.dtype == torch.bfloat16 and capability < (8, 0):
+        return torch.float16
+    return q.dtype
+
+
+@cache
+def _has_kernels(device: torch.device) -> bool:
+    """Whether the kernels are loaded there or can be; decided once, but not in a graph capture."""
+    if torch.cuda.is_current_stream_capturing():
+        for kernel in _KERNELS:
+            load(kernel, device)  # JitError if it is not loaded
+    try:
+        build_kernels(_KERNELS, device, "sparse_attention")
+    except BackendUnavailable as error:
+        _log.warning("in plain torch: %s", error)
+        return False
+    return True
+
+
+def _row_bytes(route: _Route, heads: int, dim: int, k: int, value_dim: int) -> int:
     """Scratch of a row of a tile: its KV rows, reading them, queries, logits, sums."""
-    gathered = k * (4 * _padded(dim) + 10 * dim + 32)
-    return gathered + 4 * heads * (dim + 2 * k + value_dim + 8)
+    size = route.operands.itemsize
+    gathered = k * (size * _padded(dim) + route.gather_bytes * dim + 32)
+    return gathered + heads * (size * dim + route.logit_bytes * k + 4 * value_dim + 32) + 2048
 
 
 def _padded(dim: int) -> int:
@@ -101,6 +180,7 @@ def _padded(dim: int) -> int:
 
 
 def _attend(
+    route: _Route,
     q: torch.Tensor,
     kv_pool: torch.Tensor | KVPool,
     positions: torch.Tensor,
@@ -114,14 +194,25 @@ def _attend(
     addresses modulo 64 bytes. So there it is one row at a time, at aligned addresses.
     """
     (rows, k), dim = positions.shape, q.shape[2]
-    used = used_slots(kv_pool, positions)
-    padded = q.new_empty(rows, k, _padded(dim), dtype=torch.float32)
+    padded = q.new_empty(rows, k, _padded(dim), dtype=route.operands)
     kv = padded[..., :dim]
-    kv_gather(kv_pool, positions, kv)
-    step = 1 if q.device.type == "cpu" else rows
+    route.gather(kv_pool, positions, out=kv)
+    on_cpu = q.device.type == "cpu"
+    step = 1 if on_cpu else rows
+    options = {"num_slots": num_slots(kv_pool), "scale": scale, "sink": sink}
     for start in range(0, rows, step):
         some = slice(start, start + step)
-        queries = q[some].to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-        logits = torch.bmm(queries, kv[some].transpose(1, 2))
-        sparse_softmax(logits, used[some], scale=scale, sink=sink)
-        out[some] = torch.bmm(logits, kv[some, :, : out.shape[2]])
+        queries = q[some].to(route.operands, copy=on_cpu, memory_format=torch.contiguous_format)
+        logits = _bmm(queries, kv[some].transpose(1, 2))
+        weights = logits
+        if route.operands != torch.float32:  # each row and head where its logits begin
+            weights = logits.view(route.operands)[..., :k]
+        route.softmax(logits, positions[some], **options, out=weights)
+        out[some] = _bmm(weights, kv[some, :, : out.shape[2]])
+
+
+def _bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The products of matrices in float32, of halves, too."""
+    if a.dtype == torch.float32:
+        return torch.bmm(a, b)
+    return torch.bmm(a, b, out_dtype=torch.float32)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from numbers import Integral
+from numbers import Integral, Real
 from types import EllipsisType
 from typing import get_args, get_type_hints
 
@@ -103,6 +103,7 @@ _KINDS = {
     torch.Tensor: "dense CUDA tensor",
     int: "64-bit int",
     bool: "Python bool",
+    float: "number",
     type(None): "None",
 }
 
@@ -146,6 +147,8 @@ def _is_of(value: object, hint: type) -> bool:
 
     if hint in (int, bool):  # either is taken for the other
         return isinstance(value, Integral) and -(1 << 63) <= int(value) < 1 << 63
+    if hint is float:
+        return isinstance(value, Real)
     if isinstance(value, torch.Tensor):
         try:
             tvm_ffi.from_dlpack(value.detach())

@@ -82,14 +82,14 @@ class KVPool(msgspec.Struct, frozen=True, eq=False):
     def read(self, slots: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Gather and dequantize rows: `[n]` int64 slots, all in range, to `[n, dim]` of `dtype`.
 
-        A value times its scale is rounded to float32; for float16, that is rounded once more, and
+        A value times its scale is rounded to float32; for a half, that is rounded once more, and
         what it does not hold becomes infinite.
 
         Raises:
-            ValueError: `dtype` is neither float16 nor float32.
+            ValueError: `dtype` is none of float16, bfloat16 and float32.
         """
-        if dtype not in (torch.float16, torch.float32):
-            raise mismatch("dtype", "torch.float16 or torch.float32", str(dtype))
+        if dtype not in KV_DTYPES:
+            raise mismatch("dtype", " or ".join(map(str, KV_DTYPES)), str(dtype))
         wide, scales = self.values[slots].to(torch.float32), self.scales[slots]
         wide.view(*scales.shape, KV_GROUP).mul_(scales[..., None])
         return torch.cat((wide.to(dtype), self.rope[slots].to(dtype)), 1)

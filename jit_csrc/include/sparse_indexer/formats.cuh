@@ -27,6 +27,12 @@ __device__ inline float float_of_half(uint32_t bits) {
   return x;
 }
 
+// bfloat16 bits of a float, rounded to nearest even; the instruction is there from sm_80 on only.
+__device__ inline uint32_t bfloat16_bits(float x) {
+  const uint32_t bits = __float_as_uint(x);
+  return x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fff;
+}
+
 // Two e4m3 codes (bits 0-7 and 8-15) to two float16 that are 2^-8 times their value; NaN stays NaN.
 __device__ inline uint32_t half2_of_e4m3(uint32_t codes) {
   const uint32_t spread = __byte_perm(codes, 0, 0x1404);  // into the upper byte of each half

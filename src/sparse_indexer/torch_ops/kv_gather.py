@@ -7,6 +7,7 @@ import torch
 
 from sparse_indexer.errors import expect_tensor
 from sparse_indexer.kv_pool import (
+    KV_DTYPES,
     KVPool,
     expect_kv_pool,
     expect_positions,
@@ -16,7 +17,9 @@ from sparse_indexer.kv_pool import (
 
 
 @torch.no_grad()
-def kv_gather(kv_pool: torch.Tensor | KVPool, positions: torch.Tensor, out: torch.Tensor) -> None:
+def kv_gather(
+    kv_pool: torch.Tensor | KVPool, positions: torch.Tensor, *, out: torch.Tensor
+) -> None:
     """Write the KV row of each slot, zeros for those that are unused.
 
     Takes up to 10 bytes of memory an element of `out` while it runs, beside `out`.
@@ -24,26 +27,21 @@ def kv_gather(kv_pool: torch.Tensor | KVPool, positions: torch.Tensor, out: torc
     Args:
         kv_pool: `[slots, dim]` float16, bfloat16 or float32, or a `KVPool`.
         positions: `[rows, k]` int32 slots; negative: unused, and nothing of it is looked up.
-        out: `[rows, k, dim]` float16 or float32, any strides of rows and slots; fully written.
-            float16 is rounded as by `KVPool.read`.
+        out: `[rows, k, dim]` float16, bfloat16 or float32, any strides of rows and slots; fully
+            written, rounded as by `KVPool.read`.
 
     Raises:
         ValueError: a wrong shape, dtype or device; on a CPU also a slot beyond the pool (on a GPU
             it is unused: seeing it would take a synchronization).
     """
-    expect_tensor("out", out, ("rows", "k", "dim"), (torch.float16, torch.float32))
+    expect_tensor("out", out, ("rows", "k", "dim"), KV_DTYPES)
     rows, k, dim = out.shape
     expect_kv_pool(kv_pool, dim, out.device)
     expect_positions(positions, (rows, k), num_slots(kv_pool), out.device)
     if not num_slots(kv_pool):
         out.zero_()
         return
-    used = used_slots(kv_pool, positions)
+    used = (positions >= 0) & (positions < num_slots(kv_pool))
     slots = torch.where(used, positions, 0).flatten().to(torch.int64)
     out.copy_(read_slots(kv_pool, slots, out.dtype).view(rows, k, dim))
     out.masked_fill_(~used[..., None], 0)  # not a product: slot 0 may hold NaN
-
-
-def used_slots(kv_pool: torch.Tensor | KVPool, positions: torch.Tensor) -> torch.Tensor:
-    """Which entries of `positions` are slots of the pool."""
-    return (positions >= 0) & (positions < num_slots(kv_pool))

@@ -7,20 +7,16 @@ import torch
 
 
 def sparse_softmax(
-    logits: torch.Tensor, used: torch.Tensor, *, scale: float, sink: torch.Tensor | None
+    logits: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    num_slots: int,
+    scale: float,
+    sink: torch.Tensor | None = None,
+    out: torch.Tensor,
 ) -> None:
-    """Softmax of each row and head over its used entries and the sink, in place.
-
-    NaN and infinities of used entries give what the formula gives.
-
-    Args:
-        logits: `[rows, heads, k]` float32, k >= 1; becomes probabilities, 0 where unused, NaN or
-            not.
-        used: `[rows, k]` bool.
-        scale: multiplies the logits, not the sink.
-        sink: `[heads]` float32, the logit of one more entry whose probability is not written.
-    """
-    unused = ~used[:, None, :]
+    """See `ops.sparse_softmax`; `logits` are overwritten, in any case."""
+    unused = ((positions < 0) | (positions >= num_slots))[:, None]
     logits.mul_(scale).masked_fill_(unused, -torch.inf)
     top = logits.amax(2, keepdim=True)
     if sink is not None:
@@ -30,3 +26,5 @@ def sparse_softmax(
     if sink is not None:
         total += (sink[:, None] - top).exp_()
     logits.div_(total).masked_fill_(unused, 0)
+    if out is not logits:
+        out.copy_(logits)

@@ -41,6 +41,16 @@ T* data(const TensorView& tensor) {
   return reinterpret_cast<T*>(static_cast<char*>(tensor.data_ptr()) + tensor.byte_offset());
 }
 
+// Whether every row (all but the last dimension) begins at a multiple of `bytes`: what
+// Match::aligned insists on, for kernels that have a slower way, too.
+inline bool rows_aligned(const TensorView& tensor, int64_t bytes) {
+  bool fits = reinterpret_cast<uintptr_t>(data<void>(tensor)) % bytes == 0;
+  for (int i = 0; i < tensor.ndim() - 1; ++i) {
+    fits &= tensor.shape()[i] == 1 || tensor.stride(i) * tensor.dtype().bits / 8 % bytes == 0;
+  }
+  return fits;
+}
+
 // A ValueError in the one form that all have.
 [[noreturn]] inline void bad_argument(const std::string& argument, const std::string& expected,
                                       const std::string& got) {
