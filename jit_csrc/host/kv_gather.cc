@@ -59,6 +59,7 @@ void gather(KvGatherParams& params, int64_t slots, int64_t dim, bool vectors,
          device)
       .grid((params.count + of_cta - 1) / of_cta)
       .block(kv_gather_config::kThreads)
+      .pdl()
       .run(params);
 }
 

@@ -77,6 +77,7 @@ void relu_head_sum(TensorView scores, TensorView weights, Optional<TensorView> k
   Launch(out_keys.has_value() ? "relu_head_sum_keys" : "relu_head_sum_logits", device)
       .grid(rows * params.parts)
       .block(kThreads)
+      .pdl()
       .run(params);
 }
 

@@ -88,6 +88,7 @@ void sparse_softmax(TensorView logits, TensorView positions, int64_t num_slots, 
          device)
       .grid(rows * params.parts)
       .block(kThreads)
+      .pdl()
       .run(params);
 }
 

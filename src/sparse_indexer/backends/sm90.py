@@ -165,4 +165,5 @@ class Sm90Indexer:
     ) -> None:
         expect_call(self, inputs, out_positions, wanted=wanted)
         if inputs.num_heads > MAX_HEADS:
-            raise mismatch("index_q values", "at most 64 heads", f"{inputs.num_heads}")
+            most = f'at most {MAX_HEADS} heads (backend="mask" takes any number)'
+            raise mismatch("index_q values", most, f"{inputs.num_heads}")
