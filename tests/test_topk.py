@@ -70,6 +70,12 @@ def test_random_keys(width: int, k: int, dtype: torch.dtype) -> None:
     check(random_keys(len(lens), width, dtype), lens, k)
 
 
+def sampled(n: int) -> torch.Tensor:
+    """The columns of whose keys the kernel takes a sample."""
+    group = torch.arange(n) // 64
+    return (group ^ group >> 3 ^ group >> 6) % 8 == torch.arange(n) // 8 % 8
+
+
 PATTERNS = {
     "all equal": lambda n: torch.full((n,), 0.7),
     "two values": lambda n: (torch.arange(n) % 3 == 0).float(),
@@ -86,18 +92,25 @@ PATTERNS = {
     "negative": lambda n: -torch.rand(n) - 1,
     "denormal": lambda n: torch.randint(-500, 500, (n,)).float() * 2.0**-149,
     "any bits": lambda n: torch.randint(-(2**31), 2**31, (n,)).int().view(torch.float32),
+    "the sample too low": lambda n: torch.where(sampled(n), -1.0, torch.rand(n)),
+    "the sample too high": lambda n: torch.where(sampled(n), 1.0, 0.0) + torch.rand(n),
+    "few above ties": lambda n: torch.where(torch.rand(n) < 0.01, torch.rand(n), 0.0),
     "one large": lambda n: torch.where(torch.arange(n) == n // 3, 1e30, 0.0),
 }
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-@pytest.mark.parametrize(("width", "k"), [(16_384, 512), (32_768, 2048), (140_000, 2048)])
-def test_hard_rows(width: int, k: int, name: str) -> None:
+@pytest.mark.parametrize("times", [1, 30])  # few rows and many take CTAs of different sizes
+@pytest.mark.parametrize(
+    ("width", "k"), [(16_384, 512), (16_384, 9000), (32_768, 2048), (140_000, 2048)]
+)
+def test_hard_rows(width: int, k: int, times: int, name: str) -> None:
     torch.manual_seed(0)
     rows = torch.stack([PATTERNS[name](width) for _ in range(4)]).to(DEVICE)
-    rows = torch.cat((rows, random_keys(2, width, torch.float32)))[[4, 0, 1, 5, 2, 3]].contiguous()
+    rows = torch.cat((rows, random_keys(2, width, torch.float32)))[[4, 0, 1, 5, 2, 3]]
+    lens = lens_of(width, width, width - 1, width, k + 1, width // 2)
     for dtype in (torch.float32, torch.bfloat16):
-        check(rows.to(dtype), lens_of(width, width, width - 1, width, k + 1, width // 2), k)
+        check(rows.to(dtype).repeat(times, 1), lens.repeat(times), k)
 
 
 def test_block_keys_count_positions_and_force_the_newest() -> None:

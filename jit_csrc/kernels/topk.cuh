@@ -11,10 +11,9 @@
 //
 // One CTA a row of keys. A sample of the row gives a bound that most likely somewhat more than k
 // keys reach. One pass compares all keys with it and lists the columns that do, in order; the list
-// is settled in shared memory. If the list overflows because the bound itself, which is a key of
-// the row, is found often, it is the k-th key, and the row is compared once more. Otherwise, and
-// where no list would fit, the k-th key is found digit by digit: slower, still exact, with no
-// buffer that could overflow.
+// is settled in shared memory. If the list overflows, the smallest key that reaches the bound may
+// be so frequent that it is the k-th. If it is not, and where no list would fit, the k-th key is
+// found digit by digit: slower, still exact, with no buffer that could overflow.
 #pragma once
 
 #include "kernels/topk.h"
