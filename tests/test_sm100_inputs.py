@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the sm100 backend reads, and what it refuses: keys, pages, queries, DeepGEMM itself."""
 
+import importlib
 import sys
 from types import SimpleNamespace
 
@@ -231,6 +232,26 @@ INSTALL = r"pip install 'sgl-deep-gemm>=0\.2\.0,<0\.3'$"
 def test_a_missing_package_is_named_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deep_gemm", None)  # as if it were not installed
     message = rf"^sm100: no DeepGEMM \(ModuleNotFoundError: .*deep_gemm.*\): {INSTALL}"
+    with pytest.raises(BackendUnavailable, match=message):
+        Sm100Indexer("cpu")
+
+
+@pytest.mark.parametrize(
+    ("error", "fix"),
+    [
+        (OSError("_C.so: undefined\nsymbol: c10"), r"pip install -U torch 'sgl.*, as a release is"),
+        (AssertionError(), "set CUDA_HOME to a toolkit, which its import looks for$"),
+    ],
+)
+def test_a_package_that_cannot_be_imported_is_named_with_the_fix(
+    error: Exception, fix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(name: str) -> None:
+        raise error
+
+    monkeypatch.setattr(importlib, "import_module", fails)
+    why = " ".join(str(error).split())
+    message = rf"^sm100: no DeepGEMM \({type(error).__name__}: ?{why}\): {fix}"
     with pytest.raises(BackendUnavailable, match=message):
         Sm100Indexer("cpu")
 

@@ -26,7 +26,9 @@ MAX_BLOCKS = 4096  # candidates of a row
 MAX_ROWS = 1 << 20  # whose candidates are scored at once
 CANDIDATE_HEADS = 32  # that are scored at once
 
-_INSTALL = "pip install 'sgl-deep-gemm>=0.2.0,<0.3'"
+_PACKAGE = "'sgl-deep-gemm>=0.2.0,<0.3'"
+INSTALL = f"pip install {_PACKAGE}"
+OTHER_TORCH = f"pip install -U torch {_PACKAGE}, as a release is built for one torch"
 _FP4_BYTES = FORMATS["fp4"].payload_bytes + FORMATS["fp4"].scale_bytes
 _FUNCTIONS = (
     "fp8_fp4_mqa_logits",
@@ -103,18 +105,29 @@ class DeepGemm:
             try:
                 module = importlib.import_module("deep_gemm")
             except Exception as error:  # of another torch, without a CUDA home, ...
-                why = f"{type(error).__name__}: {error}"
-                raise BackendUnavailable(f"sm100: no DeepGEMM ({why}): {_INSTALL}") from error
+                why = " ".join(f"{type(error).__name__}: {error}".split())
+                fix = INSTALL if isinstance(error, ModuleNotFoundError) else OTHER_TORCH
+                if isinstance(error, AssertionError):
+                    fix = "set CUDA_HOME to a toolkit, which its import looks for"
+                raise BackendUnavailable(f"sm100: no DeepGEMM ({why}): {fix}") from error
         self._module = module
         self.version = str(getattr(module, "__version__", "of unknown version"))
         missing = [name for name in _FUNCTIONS if not callable(getattr(module, name, None))]
         if missing:
             has = f"DeepGEMM {self.version} has no {missing[0]}"
-            raise BackendUnavailable(f"sm100: {has}: {_INSTALL}")
+            raise BackendUnavailable(f"sm100: {has}: {INSTALL}")
         parameters = inspect.signature(module.fp8_fp4_mqa_logits).parameters
         self._chooses_dtype = "logits_dtype" in parameters
         self.logits_dtype = torch.float32 if self._chooses_dtype else torch.bfloat16
         self.page_alignment = 512 if self._chooses_dtype else 128
+
+    @property
+    def reads(self) -> str:
+        """What this version scores, in words."""
+        keys = "fp4 and fp8 keys" if self._chooses_dtype else "fp4 keys"
+        dtype = str(self.logits_dtype).removeprefix("torch.")
+        pages = f"candidates in fp4 pages with a stride of n * {self.page_alignment} bytes"
+        return f"dense logits of {keys} in {dtype}, {pages}"
 
     def expect_dense(self, inputs: PrefillIndexerInputs) -> None:
         """`ValueError` unless `dense_logits` takes such keys and queries."""
