@@ -246,7 +246,7 @@ class DeepGemm:
         pages, size = pool.pages, pool.page_size
         stride = pages.stride(0) if pool.num_pages > 1 else 512 * size  # of one page: of none
         kv = pages.as_strided(
-            (len(pages), size, 1, _FP4_BYTES), (stride, _FP4_BYTES, _FP4_BYTES, 1)
+            (pages.shape[0], size, 1, _FP4_BYTES), (stride, _FP4_BYTES, _FP4_BYTES, 1)
         )
         assert queries.scales is not None
         rows, heads = queries.scales.shape

@@ -98,7 +98,7 @@ class IndexKPool(msgspec.Struct, frozen=True, eq=False):
     @property
     def num_pages(self) -> int:
         """Pages of the pool; a page id is 0 to `num_pages - 1`."""
-        return len(self.pages)
+        return self.pages.shape[0]
 
     def read(self, slots: torch.Tensor) -> StoredKeys:
         """Gather the keys of `slots` (`[n]` int64, page * page_size + offset, all in range)."""

@@ -112,7 +112,7 @@ def make_schedules(
     if plan.num_rows and budget < _ROWS * row:
         raise mismatch("memory_budget", f"at least {_ROWS * row} bytes", f"{budget}")
     most = max(min(budget // row, MAX_ROWS) // _ROWS, 1)
-    page_table, pairs = plan.page_table[:, :columns], row_pairs(plan.request_of_row)
+    page_table, pairs = plan.page_table[:, :columns], row_pairs(plan)
     tiles = []
     for part in even_tiles(0, plan.num_rows, unit=_ROWS, most=most):
         whole = part.stop - part.start == plan.num_rows
@@ -132,13 +132,15 @@ def make_schedules(
     return Schedules(pages, budget, tiles)
 
 
-def row_pairs(request_of_row: torch.Tensor) -> torch.Tensor:
+def row_pairs(plan: PrefillPlan) -> torch.Tensor:
     """`[rows]` int32: an id that at most two rows share, neighbors of one request.
 
     A run of rows of one request is paired from its first row on; reads nothing back.
     """
-    index = torch.arange(len(request_of_row), dtype=torch.int32, device=request_of_row.device)
-    first = torch.zeros_like(index)
-    torch.mul(index[1:], request_of_row[1:] != request_of_row[:-1], out=first[1:])
+    index = torch.arange(plan.num_rows, dtype=torch.int32, device=plan.device)
+    if sum(map(bool, plan.rows_per_request)) == 1:
+        return index >> 1
+    requests, first = plan.request_of_row, torch.zeros_like(index)
+    torch.mul(index[1:], requests[1:] != requests[:-1], out=first[1:])
     first = first.cummax(0).values
-    return first + (index - first) // 2
+    return (index + first) >> 1  # which is first + (index - first) // 2

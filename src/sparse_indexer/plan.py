@@ -74,7 +74,7 @@ class PrefillPlan(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     @property
     def num_rows(self) -> int:
         """Rows of the plan."""
-        return len(self.compressed_lens)
+        return self.compressed_lens.shape[0]
 
     @property
     def num_requests(self) -> int:
