@@ -8,7 +8,9 @@ from sm100_support import (
     EMULATORS,
     POISON,
     Spy,
+    check_within_tolerance,
     exact_layers,
+    expect_agreement,
     mask,
     random_layers,
     run,
@@ -16,12 +18,9 @@ from sm100_support import (
     sm100,
 )
 
-import sparse_indexer.testing.check as kit
 from sparse_indexer import IndexKPool, PrefillIndexerInputs
 from sparse_indexer.backends.sm100 import Sm100Indexer
-from sparse_indexer.dense_tiles import dense_tiles
 from sparse_indexer.formats import INT32_MAX
-from sparse_indexer.testing import Case, block_values, check_backend, near_floor_problem
 from sparse_indexer.testing.data import tail_inputs
 
 VERSIONS = list(EMULATORS)
@@ -104,55 +103,12 @@ def test_a_tail_is_the_rows_of_the_whole(version: str) -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_random_data_agrees_with_the_mask_backend(version: str) -> None:
-    """On 95 % of positions and blocks; what differs is within 2^-5 of the floor of a selection."""
     lens = [[2900 + 3 * i for i in range(20)], [1500 + i for i in range(11)]]
-    source, consumer = random_layers(lens)
     options = {"topk": 64, "topk_blocks": 128}
-    got, oracle = run(sm100(version, **options), source, consumer), mask(**options)
-    want = run(oracle, source, consumer)
-    selected = torch.full_like(want.selected, POISON)
-    oracle.select_prefill(got.candidates, consumer, selected)
-    logits = {layer: oracle.dense_logits(layer) for layer in (source, consumer)}
-    lens_ = source.plan.compressed_lens.long()
-    keys = block_values(logits[source])
-    keys[torch.arange(len(keys)), (lens_ - 1) // 8] = torch.inf
-    pairs = {
-        "blocks": (got.blocks, want.blocks, keys),
-        "own": (got.own, want.own, logits[source]),
-        "selected": (got.selected, selected, logits[consumer]),
-        "full": (got.full, want.full, logits[consumer]),
-    }
-    for name, (have, need, values) in pairs.items():
-        shared = sum(
-            len(set(a) & set(b)) for a, b in zip(have.tolist(), need.tolist(), strict=True)
-        )
-        assert shared >= 0.95 * need.numel(), name
-        floor = values.gather(1, need.long()).amin(1).abs()
-        assert near_floor_problem(have, need, values, floor * 2**-5) is None, name
+    layers = random_layers(lens)
+    got, want = expect_agreement(sm100(version, **options), mask(**options), *layers)
     if version == "0.2.5":
         assert not torch.equal(got.full, want.full)  # or the tolerance proves nothing
-
-
-def within_tolerance(case: Case) -> Case:
-    """The case, its logits rounded; the kit compares positions that no start is added to."""
-
-    def without_starts(inputs: PrefillIndexerInputs) -> PrefillIndexerInputs:
-        plan = msgspec.structs.replace(inputs.plan, request_starts=None)
-        return PrefillIndexerInputs(plan, inputs.index_q, inputs.head_weights, inputs.index_k)
-
-    exact = not case.source.plan.num_rows
-    return Case(without_starts(case.source), without_starts(case.consumer), exact=exact)
-
-
-def own_logits(indexer: Sm100Indexer, inputs: PrefillIndexerInputs) -> torch.Tensor:
-    shape = (inputs.plan.num_rows, max(inputs.plan.context_lens, default=0))
-    out = torch.full(shape, torch.nan)
-    api = indexer._deep_gemm
-    for tile in dense_tiles(api, inputs, needed_beyond=0, budget=indexer.memory_budget):
-        rows = tile.of(torch.arange(len(out))) if tile.rows is None else tile.rows.long()
-        columns = min(tile.width, shape[1])
-        out[rows, :columns] = tile.logits()[:, :columns].float()
-    return out
 
 
 @pytest.mark.parametrize(
@@ -165,26 +121,10 @@ def own_logits(indexer: Sm100Indexer, inputs: PrefillIndexerInputs) -> torch.Ten
         ("older", 64, 16, 16),
     ],
 )
-def test_passes_the_conformance_kit(
-    version: str, heads: int, topk: int, topk_blocks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every case, in the formats and pages that it reads; the rules and laws hold to the bit."""
-    loose = {
-        name: lambda config, make=make: within_tolerance(make(config))
-        for name, make in kit.CASES.items()
-    }
-    monkeypatch.setattr(kit, "CASES", loose)
+def test_passes_the_conformance_kit(version: str, heads: int, topk: int, topk_blocks: int) -> None:
+    """Every case; the rules and laws hold to the bit."""
     indexer = sm100(version, topk=topk, topk_blocks=topk_blocks)
-    alike = version == "0.2.5" and heads == 32
-    report = check_backend(
-        indexer,
-        formats=["fp4"],
-        layouts=["planar"],
-        heads=[heads],
-        page_sizes=[64, 256],
-        tolerance=2**-6,
-        own_logits=(lambda inputs: own_logits(indexer, inputs)) if alike else None,
-    )
+    report = check_within_tolerance(indexer, heads, [64, 256])
     report.raise_if_failed()
     assert report.backend == "sm100"
     assert report.selecting_rows > 40
