@@ -4,8 +4,10 @@
 import msgspec
 import pytest
 import torch
+from quiet_deep_gemm import QuietDeepGemm
 from sm100_support import (
     EMULATORS,
+    LENS,
     POISON,
     Spy,
     check_within_tolerance,
@@ -39,6 +41,14 @@ def test_blocks_and_positions_equal_the_mask_backends(version: str, heads: int) 
     assert {0, 1, 192, 193} <= set(lens.tolist())  # 24 blocks, and one position more
     assert ((got.blocks != INT32_MAX).sum(1) == (-(-lens // 8)).clamp(max=24)).all()
     assert int((lens > 16).sum()) > len(lens) // 2
+
+
+def test_a_quiet_stand_in_gives_the_same() -> None:
+    """What the tests of streams and graphs run on."""
+    for lens in (LENS, [[1500 + i for i in range(30)]]):
+        layers = exact_layers(lens)
+        quiet = sm100("0.2.5", deep_gemm=QuietDeepGemm())
+        assert same(run(quiet, *layers), run(mask(), *layers))
 
 
 @pytest.mark.parametrize("version", VERSIONS)
