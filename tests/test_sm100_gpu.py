@@ -51,9 +51,9 @@ SHORT = [[3000 + 5 * i for i in range(13)], [], [1900 - i for i in range(10)], [
 TAIL = [5, 0, 0, 2]
 
 
-def quiet(**options: Any) -> Sm100Indexer:
+def quiet(device: str = GPU, **options: Any) -> Sm100Indexer:
     options = {"deep_gemm": QuietDeepGemm(), "topk": 64, "topk_blocks": 100, **options}
-    return sm100("0.2.5", GPU, **options)
+    return sm100("0.2.5", device, **options)
 
 
 def poisoned(inputs: PrefillIndexerInputs, columns: int) -> torch.Tensor:
@@ -284,16 +284,12 @@ def overwrite(to: PrefillIndexerInputs, of: PrefillIndexerInputs) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_tensors_on_another_device_than_the_current_one() -> None:
     layers = [exact_layers(SHORT, device=device) for device in (GPU, "cuda:1", GPU)]
-    got = [run(quiet_on(str(both.source.plan.device)), *both) for both in layers]
+    got = [run(quiet(str(both.source.plan.device)), *both) for both in layers]
     assert torch.cuda.current_device() == 0
     for other in got[1:]:
         assert all(
             torch.equal(a.cpu(), b.cpu()) for a, b in zip(got[0][1:], other[1:], strict=True)
         )
-
-
-def quiet_on(device: str) -> Sm100Indexer:
-    return sm100("0.2.5", device, deep_gemm=QuietDeepGemm(), topk=64, topk_blocks=100)
 
 
 def pool_id(tensor: torch.Tensor) -> tuple[int, int]:
