@@ -45,7 +45,7 @@ class Stub:
 
     def __init__(self, make: Callable[[tuple[int, ...], torch.dtype], Tensor]) -> None:
         self._make = make
-        self.tiles = 0  # scored
+        self.calls = 0  # that score
 
     def fp8_fp4_mqa_logits(
         self,
@@ -57,7 +57,7 @@ class Stub:
         max_seqlen_k: int,
         schedule_meta: Tensor | None = None,
     ) -> Tensor:
-        self.tiles += 1
+        self.calls += 1
         shape = (weights.shape[0], -(-max_seqlen_k // 512) * 512)
         return self._make(shape, torch.bfloat16)[:, :max_seqlen_k]
 
@@ -83,7 +83,7 @@ class Stub:
         num_max_sparse_blocks: int,
         sparse_block_kv: int,
     ) -> Tensor:
-        self.tiles += 1
+        self.calls += 1
         shape = (weights.shape[0], num_max_sparse_blocks * sparse_block_kv)
         return self._make(shape, torch.bfloat16)
 
@@ -134,27 +134,27 @@ def host_us(call: Callable[[], object]) -> float:
 
 
 def host_rows() -> list[dict[str, Any]]:
-    print("host time: case | rows | heads | tiles | us | us a tile | us of each further tile")
+    print("host time: case | rows | heads | calls | us | us a call | us of a further call")
     return [row for heads in (32, 64) for row in of_heads(heads)]
 
 
 def of_heads(heads: int) -> list[dict[str, Any]]:
-    """All methods; a further tile's time is the slope over the row counts."""
+    """All methods; what a further call takes is the slope over the row counts."""
     found: list[dict[str, Any]] = []
     fewest: dict[str, tuple[int, float]] = {}
     for rows in ROWS:
-        for case, (tiles, us) in of_rows(rows, heads).items():
-            few, less = fewest.setdefault(case, (tiles, us))
-            further = (us - less) / (tiles - few) if tiles > few else None
-            values = {"us": us, "us_a_tile": us / tiles, "us_of_further_tile": further}
-            found.append({"case": case, "rows": rows, "heads": heads, "tiles": tiles} | values)
+        for case, (calls, us) in of_rows(rows, heads).items():
+            few, less = fewest.setdefault(case, (calls, us))
+            further = (us - less) / (calls - few) if calls > few else None
+            values = {"us": us, "us_a_call": us / calls, "us_of_a_further_call": further}
+            found.append({"case": case, "rows": rows, "heads": heads, "calls": calls} | values)
             shown = (f"{x:.1f}" if x is not None else "" for x in values.values())
-            print(case, rows, heads, tiles, *shown, sep=" | ", flush=True)
+            print(case, rows, heads, calls, *shown, sep=" | ", flush=True)
     return found
 
 
 def of_rows(rows: int, heads: int) -> dict[str, tuple[int, float]]:
-    """(tiles, microseconds of a call) of each method."""
+    """(calls of DeepGEMM's that score, microseconds of ours) of each method."""
     source, consumer = layers(rows, heads)
     stub = Stub(kept())
     indexer = Sm100Indexer(DEVICE, topk=TOPK, topk_blocks=BLOCKS, deep_gemm=stub)
@@ -169,9 +169,9 @@ def of_rows(rows: int, heads: int) -> dict[str, tuple[int, float]]:
     }
     measured = {}
     for case, call in calls.items():
-        stub.tiles = 0
+        stub.calls = 0
         call()
-        measured[case] = (max(stub.tiles, 1), host_us(call))
+        measured[case] = (max(stub.calls, 1), host_us(call))
     return measured
 
 

@@ -83,6 +83,19 @@ def expect_pairs(spy: Spy, inputs: PrefillIndexerInputs, *, pairs: int) -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
+def test_interleaved_rows_whose_keys_are_held_two_requests_at_a_time(version: str) -> None:
+    starts = [5, 700, 9000, 70_000, 80_000, 90_000, 100_000]
+    layers = exact_layers(request_of_row=INTERLEAVED, request_starts=starts)
+    with pytest.raises(ValueError, match=r"^memory_budget: expected at least") as error:
+        sm100(version, memory_budget=1).publish_prefill(layers[0])
+    spy = Spy(version)
+    least = int(str(error.value).split()[4])
+    small = sm100(version, deep_gemm=spy, memory_budget=least)
+    assert same(run(small, *layers), run(mask(), *layers))
+    assert sorted(spy.of("fp8_fp4_mqa_logits")) == [3, 3, 5, 5, 7, 7]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
 def test_pairs_never_span_requests(version: str) -> None:
     source, _ = exact_layers()
     spy = Spy(version)
@@ -106,6 +119,7 @@ def test_a_tail_is_the_rows_of_the_whole(version: str) -> None:
     out = torch.full((len(rows), 16), POISON, dtype=torch.int32)
     indexer.select_prefill(tail, tail_inputs(consumer, tail_lens), out)
     assert torch.equal(out, whole.selected[rows])
+    assert len(spy.of("schedule")) == 1  # made for the tail, and read by another plan of its rows
     shorter = [0, 2, 0, 4, 0, 0, 1]
     again = indexer.prefill_tail(tail, shorter)
     assert torch.equal(again.blocks, whole.blocks[source.plan.tail_rows(shorter)])

@@ -59,7 +59,7 @@ class PairCandidates(Candidates):
         self.schedules = schedules  # None: the source's keys cannot be scored as candidates
         tiles = [] if schedules is None else schedules.tiles
         self._written = (table, *(tile.metadata for tile in tiles))
-        self._ready = Ready(plan.device)
+        self.ready = Ready(plan.device)
 
     @property
     def blocks(self) -> torch.Tensor:
@@ -69,7 +69,7 @@ class PairCandidates(Candidates):
 
     def wait(self) -> None:
         """Let the current stream read the table and the schedules."""
-        self._ready.wait(self._written)
+        self.ready.wait(self._written)
 
     def schedules_for(self, plan: PrefillPlan, pages: Pages, budget: int) -> Schedules | None:
         """The schedules, if they are those of a plan's rows over such pages, and small enough."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sparse_indexer.deep_gemm_api import MAX_BLOCKS, DeepGemm, queries_of
+from sparse_indexer.deep_gemm_api import MAX_BLOCKS, DeepGemm, aligned, queries_of
 from sparse_indexer.dense_tiles import DenseTile, dense_tiles, unread_logits
 from sparse_indexer.devices import resolve_device
 from sparse_indexer.errors import expect_int, mismatch
@@ -143,7 +143,7 @@ class Sm100Indexer:
             table = expect_candidates(candidates, inputs, self.device)
             if table.shape[1] % 4 or not 0 < table.shape[1] <= MAX_BLOCKS:
                 raise mismatch("candidates.blocks", f"{_COLUMNS} columns", table)
-            table = table.contiguous()
+            table = aligned(table)
         n, longest = table.shape[1], max(plan.context_lens, default=0)
         if min(n * BLOCK_SIZE, longest) <= self.topk:
             logits = unread_logits(plan.compressed_lens, n * BLOCK_SIZE)
