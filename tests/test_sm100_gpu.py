@@ -387,10 +387,11 @@ class Prefill:
 
 def test_memory_of_cold_and_warm_runs(capsys: pytest.CaptureFixture[str]) -> None:
     """Flush, cold, cold, warm at 262,144 positions, with and without the private pool."""
-    prefill, cold, pool = Prefill(512), [1 << 16, 2 << 16, 3 << 16, 4 << 16], _pool_of(DEVICE)
+    prefill, cold, pool = Prefill(256), [1 << 16, 2 << 16, 3 << 16, 4 << 16], _pool_of(DEVICE)
     results, lines = [], []
     for name in ("on", "off"):
-        indexer = sm100("0.2.5", GPU, topk=512, topk_blocks=2048)
+        options = {"topk": 512, "topk_blocks": 2048, "memory_budget": 128 * MiB}
+        indexer = sm100("0.2.5", GPU, **options)  # two tiles at the end
         if name == "off":
             indexer._lasting = contextlib.nullcontext
         free_memory()
