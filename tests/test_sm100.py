@@ -273,6 +273,21 @@ def test_nothing_to_see_launches_nothing(version: str, lens: list[list[int]]) ->
 
 
 @pytest.mark.parametrize("version", VERSIONS)
+def test_a_tail_of_no_rows_launches_nothing(version: str) -> None:
+    source, consumer = exact_layers()
+    spy = Spy(version)
+    indexer = sm100(version, deep_gemm=spy)
+    candidates = indexer.publish_prefill(source)
+    spy.calls.clear()
+    none = [0] * source.plan.num_requests
+    tail = indexer.prefill_tail(candidates, none)
+    assert tail.blocks.shape == (0, 24)
+    indexer.select_prefill(tail, tail_inputs(consumer, none), torch.empty(0, 16, dtype=torch.int32))
+    assert not indexer.prefill_tail(tail, none).num_rows
+    assert not spy.calls
+
+
+@pytest.mark.parametrize("version", VERSIONS)
 def test_candidates_are_exchanged_with_the_mask_backend(version: str) -> None:
     source, consumer = exact_layers(request_of_row=INTERLEAVED)
     ours, oracle = sm100(version), mask()

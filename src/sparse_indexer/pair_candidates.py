@@ -105,11 +105,13 @@ def make_schedules(
         ValueError: the budget does not hold 8 rows.
     """
     assert plan.page_table is not None
+    if not plan.num_rows:
+        return Schedules(pages, budget, [])
     columns = max(-(-max(plan.context_lens, default=0) // pages.page_size), 1)
     logits = -(-table.shape[1] * BLOCK_SIZE // 512) * 512 * torch.bfloat16.itemsize
     scored = MAX_HEADS // CANDIDATE_HEADS * logits + query_bytes(MAX_HEADS)
     row = max(4 * columns, scored)
-    if plan.num_rows and budget < _ROWS * row:
+    if budget < _ROWS * row:
         raise mismatch("memory_budget", f"at least {_ROWS * row} bytes", f"{budget}")
     most = max(min(budget // row, MAX_ROWS) // _ROWS, 1)
     page_table, pairs = plan.page_table[:, :columns], row_pairs(plan)

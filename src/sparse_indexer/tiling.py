@@ -58,8 +58,6 @@ def request_groups(
 
 def even_tiles(start: int, stop: int, *, unit: int, most: int) -> list[slice]:
     """As few tiles as there may be, of one size, a multiple of `unit` and at most `most` units."""
-    if start == stop:
-        return []
     units = -(-(stop - start) // unit)
     step = -(-units // -(-units // most)) * unit
     return [slice(first, min(first + step, stop)) for first in range(start, stop, step)]

@@ -39,10 +39,10 @@ class Sm100Indexer:
     """`CandidateIndexer` on datacenter Blackwell (compute capability 10.x), by DeepGEMM.
 
     fp4 keys with fp4 queries, at most 64 heads. Consumers read a pool of planar pages, where they
-    lie: their stride is a multiple of 128 bytes, or of 512 before DeepGEMM 0.2.5. Sources and full
-    layers take flat keys and any pages, too, and before 0.2.5 fp8 keys with fp8 queries; but a
-    source whose dense logits are rounded otherwise than those of candidates (before 0.2.5, or more
-    than 32 heads) selects its own positions as a consumer does.
+    lie: their stride is a multiple of 128 bytes, or of 512 before DeepGEMM 0.2.5. Sources take flat
+    keys, too, and before 0.2.5 fp8 keys with fp8 queries; full layers also any pages. A source
+    whose dense logits are rounded otherwise than those of candidates (before 0.2.5, or more than 32
+    heads) selects its own positions as a consumer does.
 
     Logits are rounded as DeepGEMM does: those of candidates to bfloat16 in each step of the sum of
     heads (so a sum that cancels has few bits left), dense ones likewise, but before 0.2.5 to
@@ -54,7 +54,7 @@ class Sm100Indexer:
         topk_blocks: blocks of 8 positions a row publishes, a multiple of 4 of at most 4096.
         memory_budget: bytes of scratch beside inputs, outputs and what a publish returns, at most.
             That is a table of 4 bytes a block, and what DeepGEMM takes to schedule it, which is
-            about 9 bytes a block.
+            about 9 bytes a block; some 30 bytes a row are not counted.
         deep_gemm: the module or an emulator of it; `None`: the package `deep_gemm`.
 
     Raises:
@@ -144,6 +144,8 @@ class Sm100Indexer:
             if table.shape[1] % 4 or not 0 < table.shape[1] <= MAX_BLOCKS:
                 raise mismatch("candidates.blocks", f"{_COLUMNS} columns", table)
             table = aligned(table)
+        if not plan.num_rows:
+            return
         n, longest = table.shape[1], max(plan.context_lens, default=0)
         if min(n * BLOCK_SIZE, longest) <= self.topk:
             logits = unread_logits(plan.compressed_lens, n * BLOCK_SIZE)
@@ -162,8 +164,8 @@ class Sm100Indexer:
         """See `CandidateIndexer.prefill_tail`. A schedule cannot be sliced: it is made anew."""
         if not isinstance(candidates, Candidates):
             raise mismatch("candidates", "Candidates", candidates)
-        rows, plan = candidates.plan.tail_rows(tail_lens), candidates.plan.tail(tail_lens)
-        source = candidates.blocks
+        rows, source = candidates.plan.tail_rows(tail_lens), candidates.blocks
+        plan = candidates.plan.of_rows(rows, list(tail_lens))
         table = self._empty_table(plan.num_rows, source.shape[1])
         torch.index_select(source, 0, rows, out=table)
         held = candidates.schedules if isinstance(candidates, PairCandidates) else None
