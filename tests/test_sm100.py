@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sm100 backend on a CPU, over an emulated DeepGEMM of either generation."""
 
+from collections import Counter
+from typing import Any
+
 import msgspec
 import pytest
 import torch
-from quiet_deep_gemm import QuietDeepGemm
+from quiet_deep_gemm import BlankDeepGemm, QuietDeepGemm
 from sm100_support import (
     EMULATORS,
     LENS,
@@ -19,10 +22,12 @@ from sm100_support import (
     same,
     sm100,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparse_indexer import IndexKPool, PrefillIndexerInputs
 from sparse_indexer.backends.sm100 import Sm100Indexer
 from sparse_indexer.formats import INT32_MAX
+from sparse_indexer.row_ops import RowOps
 from sparse_indexer.testing.data import tail_inputs
 
 VERSIONS = list(EMULATORS)
@@ -305,3 +310,69 @@ def test_candidates_are_exchanged_with_the_mask_backend(version: str) -> None:
     out = torch.full((4, 16), POISON, dtype=torch.int32)
     ours.select_prefill(tail, tail_inputs(consumer, [0, 1, 0, 2, 0, 0, 1]), out)
     assert torch.equal(out, want[rows])
+
+
+class Kernels(TorchDispatchMode):
+    """The operations of torch's that do more than look at a tensor otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not func.is_view:
+            self.names.append(str(func).removeprefix("aten."))
+        return func(*args, **(kwargs or {}))
+
+
+class Idle(BlankDeepGemm):
+    """Returns what was made before."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, torch.Tensor] = {}
+
+    def fp8_fp4_mqa_logits(self, *arguments: Any, **options: Any) -> torch.Tensor:
+        return self._once("dense", super().fp8_fp4_mqa_logits, *arguments, **options)
+
+    def get_paged_sparse_mqa_logits_metadata(self, *arguments: Any) -> torch.Tensor:
+        return self._once("plan", super().get_paged_sparse_mqa_logits_metadata, *arguments)
+
+    def fp8_fp4_paged_sparse_mqa_logits(self, *arguments: Any) -> torch.Tensor:
+        return self._once("sparse", super().fp8_fp4_paged_sparse_mqa_logits, *arguments)
+
+    def _once(self, name: str, make: Any, *arguments: Any, **options: Any) -> torch.Tensor:
+        if name not in self._made:
+            self._made[name] = make(*arguments, **options)
+        return self._made[name]
+
+
+def test_the_host_does_little_beside_the_kernels() -> None:
+    """What torch does for a consumer, and for one more tile of a source or of its schedule."""
+    source, consumer = random_layers([[3000 + i for i in range(32)]])
+    out = torch.empty(32, 16, dtype=torch.int32)
+    operations = []
+    for budget in (256 << 20, 400 << 10):
+        indexer = sm100("0.2.5", deep_gemm=Idle(), topk_blocks=96, memory_budget=budget)
+        indexer._ops = RowOps(lambda *_, **__: None, lambda *_, **__: None)
+        candidates = indexer.publish_prefill(source, out)
+        indexer.select_prefill(candidates, consumer, out)
+        with Kernels() as of_publish:
+            indexer.publish_prefill(source, out)
+        if not operations:
+            with Kernels() as of_select:
+                indexer.select_prefill(candidates, consumer, out)
+            assert of_select.names == ["_to_copy.default"]
+        operations.append(of_publish.names)
+    scored, scheduled = (
+        ["_to_copy.default", "empty.memory_format"],
+        ["index_select.default", "clamp_.default"],
+    )
+    fewer, more = (Counter(names) for names in operations)
+    tiles = more["empty.memory_format"] - fewer["empty.memory_format"]
+    assert tiles > 0
+    assert more - fewer == Counter(
+        tiles * scored + (len(candidates.schedules.tiles) - 1) * scheduled
+    )
+    assert len(operations[0]) < 20
