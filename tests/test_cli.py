@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line: what it prints, how it fails, and how long the demo takes."""
 
+import importlib.util
 import os
 import re
 import struct
@@ -215,6 +216,74 @@ def test_doctor_knows_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "cuda:0: Some GPU, compute capability 7.5, 11.8 GB\n" in text
     assert re.search(r"^ cuda:0 +sm90 +9\.0 +is for compute capability 9\.0, cuda:0", text, re.M)
     assert re.search(r"^ cuda:0 +mask .* usable", text, re.M)
+
+
+DEEP_GEMM = {
+    "0.2.5": (
+        "from sparse_indexer.testing.deep_gemm import DeepGemmEmulator as E",
+        r"usable, dense logits of fp4 keys in bfloat16, .* a stride of n \* 128 bytes",
+        None,
+    ),
+    "0.2.3.post2": (
+        "from sparse_indexer.testing.deep_gemm import OlderDeepGemmEmulator as E",
+        r"usable, dense logits of fp4 and fp8 keys in float32, .* a stride of n \* 512 bytes",
+        None,
+    ),
+    "0.1.5.post1": (
+        "class E:\n fp8_fp4_mqa_logits = print\n __version__ = '0.1.5.post1'",
+        "DeepGEMM 0.1.5.post1 has no fp8_fp4_paged_sparse_mqa_logits",
+        "pip install 'sgl-deep-gemm>=0.2.0,<0.3'",
+    ),
+    "0.2.4": (
+        "raise OSError('[/lib]/_C.so: undefined symbol: c10')",
+        r"no DeepGEMM \(OSError: \[/lib\]/_C.so: undefined symbol: c10\)",
+        "pip install -U torch 'sgl-deep-gemm>=0.2.0,<0.3', as a release is built for one torch",
+    ),
+    "0.2.2": (
+        "import os; os.abort()",
+        "its import ends the process, exit code -6",
+        "pip install -U torch 'sgl-deep-gemm>=0.2.0,<0.3', as a release is built for one torch",
+    ),
+    "0.2.1": (
+        "assert False",
+        r"no DeepGEMM \(AssertionError:\)",
+        "set CUDA_HOME to a toolkit, which its import looks for",
+    ),
+}
+
+
+@pytest.mark.parametrize("version", DEEP_GEMM)
+def test_doctor_tells_of_deep_gemm(
+    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, finding, fix = DEEP_GEMM[version]
+    package, metadata = tmp_path / "deep_gemm", tmp_path / f"sgl_deep_gemm-{version}.dist-info"
+    for folder in (package, metadata):
+        folder.mkdir()
+    fake = f"import sys\n{source}\nif 'E' in dir(): sys.modules[__name__] = E()\n"
+    (package / "__init__.py").write_text(fake)
+    (metadata / "METADATA").write_text(f"Name: sgl-deep-gemm\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    path = os.pathsep.join([str(tmp_path), str(Path(sparse_indexer.__file__).parents[1])])
+    text = invoke("doctor", COLUMNS=None, PYTHONPATH=path)
+    about = rf"sgl-deep-gemm {version}, torch {re.escape(torch.__version__)}: {finding}"
+    assert re.search(rf"^ DeepGEMM +{about} *$", text, re.M), text
+    assert fix is None or re.search(rf"^ fix +{re.escape(fix)} *$", text, re.M), text
+
+
+def test_doctor_without_deep_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Properties:
+        name, major, minor, total_memory = "Some GPU", 10, 0, 180 << 30
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    text = invoke("doctor", COLUMNS=None)
+    assert re.search(r"^ cuda:0 +sm100 +10\.x +needs DeepGEMM: see below *$", text, re.M)
+    assert re.search(r"^ cuda:0 +mask .* usable, auto takes it *$", text, re.M)
+    assert re.search(r"^ DeepGEMM +not installed *$", text, re.M)
+    assert re.search(r"^ fix +pip install 'sgl-deep-gemm>=0\.2\.0,<0\.3' *$", text, re.M)
 
 
 def test_doctor_tells_of_compilers_and_cache(tmp_path: Path) -> None:

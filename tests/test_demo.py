@@ -11,8 +11,11 @@ from test_trace import random_layer, saved
 
 from sparse_indexer import BackendUnavailable, IndexKPool, PrefillIndexerInputs, demo
 from sparse_indexer.backends.mask import MaskIndexer
+from sparse_indexer.backends.sm100 import Sm100Indexer
 from sparse_indexer.demo import DemoResult, run_demo
 from sparse_indexer.formats import INT32_MAX
+from sparse_indexer.protocol import CandidateIndexer
+from sparse_indexer.testing.deep_gemm import DeepGemmEmulator
 from sparse_indexer.trace import Trace, TraceLayer, load_trace
 
 ROWS, CONTEXT, TOPK, TOPK_BLOCKS = 256, 8192, 64, 128
@@ -144,6 +147,29 @@ def test_keys_are_in_shuffled_pages(monkeypatch: pytest.MonkeyPatch) -> None:
         pages = inputs.plan.page_table[0].tolist()
         assert sorted(pages) == list(range(CONTEXT // 64))
         assert sum(b == a + 1 for a, b in itertools.pairwise(pages)) < 8
+
+
+@pytest.mark.parametrize(("form", "name"), [("fp4", "sm100"), ("fp8", "mask")])
+def test_keys_that_the_fastest_backend_does_not_read_are_for_mask(
+    form: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But who names a backend gets its error."""
+    tensors = random_layer("source", form, 30, 32, 250)
+    tensors["positions"] = torch.arange(220, 250, dtype=torch.int32)
+    trace = load_trace(saved(tmp_path, tensors))
+
+    def blackwell(device: str, *, backend: str, **options: int) -> CandidateIndexer:
+        if backend == "mask":
+            return MaskIndexer(device, **options)
+        return Sm100Indexer(device, **options, deep_gemm=DeepGemmEmulator())
+
+    monkeypatch.setattr(demo, "make_candidate_indexer", blackwell)
+    result = run_demo(trace, topk=16, topk_blocks=24, device="cpu")
+    assert result.backend == name
+    assert result.tail_rows_equal == 30
+    if name == "mask":
+        with pytest.raises(ValueError, match=r"^index_k: expected fp4 keys"):
+            run_demo(trace, topk=16, topk_blocks=24, device="cpu", backend="sm100")
 
 
 def test_chunks_change_nothing(result: DemoResult, monkeypatch: pytest.MonkeyPatch) -> None:

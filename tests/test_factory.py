@@ -15,10 +15,18 @@ import pytest
 import torch
 
 import sparse_indexer
-from sparse_indexer import BackendUnavailable, factory, make_candidate_indexer, plan_prefill
+from sparse_indexer import (
+    BackendUnavailable,
+    factory,
+    make_candidate_indexer,
+    plan_prefill,
+    row_ops,
+)
 from sparse_indexer.backends.mask import MaskIndexer
+from sparse_indexer.backends.sm100 import Sm100Indexer
 from sparse_indexer.factory import BACKENDS, why_not
 from sparse_indexer.inputs import IndexQ, PrefillIndexerInputs, flat_index_k
+from sparse_indexer.testing.deep_gemm import DeepGemmEmulator
 
 # For each compute capability, the backends for it, the best one first.
 FITTING = {
@@ -96,7 +104,7 @@ def test_the_support_matrix_is_this() -> None:
     assert {name: BACKENDS[name].capabilities for name in WORDS} == WORDS
     assert BACKENDS["mask"].make is MaskIndexer
     released = [name for name, spec in BACKENDS.items() if spec.make is not None]
-    assert released == ["sm90", "mask"]
+    assert released == ["sm100", "sm90", "mask"]
 
 
 @pytest.mark.parametrize("backend", ["auto", "mask"])
@@ -243,6 +251,33 @@ def test_auto_passes_over_a_backend_whose_kernels_cannot_be_built(
     ]
     with refused("sm90: there is no compiler", BackendUnavailable):
         make_candidate_indexer("cuda", backend="sm90")
+
+
+def test_blackwell_takes_deep_gemm_where_it_is(
+    machine: Machine,
+    fresh_log: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Else, with a warning that says what to install, what `auto` takes next."""
+    machine.capabilities = [(10, 3)]
+    caplog.set_level(logging.INFO, "sparse_indexer")
+    monkeypatch.setattr(row_ops, "build_kernels", lambda *_: None)
+    monkeypatch.setitem(sys.modules, "deep_gemm", DeepGemmEmulator())
+    for backend in ("auto", "sm100"):
+        indexer = make_candidate_indexer("cuda", topk=16, topk_blocks=24, backend=backend)
+        assert type(indexer) is Sm100Indexer
+        assert (indexer.name, indexer.device.index) == ("sm100", 0)
+        assert (indexer.topk, indexer.topk_blocks, indexer.memory_budget) == (16, 24, 256 << 20)
+    monkeypatch.setitem(sys.modules, "deep_gemm", None)
+    assert type(make_candidate_indexer("cuda")) is MaskIndexer
+    chosen, warning, other = caplog.messages
+    assert (chosen, other) == ("backend sm100 on cuda:0", "backend mask on cuda:0")
+    assert warning.startswith("backend sm100: no DeepGEMM (ModuleNotFoundError: ")
+    assert warning.endswith(": pip install 'sgl-deep-gemm>=0.2.0,<0.3'")
+    assert [r.levelname for r in caplog.records] == ["INFO", "WARNING", "INFO"]
+    with pytest.raises(BackendUnavailable, match=r"^sm100: no DeepGEMM \(Module"):
+        make_candidate_indexer("cuda", backend="sm100")
 
 
 def test_what_fails_to_be_made_is_not_logged(

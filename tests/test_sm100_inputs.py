@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the sm100 backend reads, and what it refuses: keys, pages, queries, DeepGEMM itself."""
 
+import importlib
 import sys
 from types import SimpleNamespace
 
@@ -78,27 +79,52 @@ def test_page_strides_that_do_not_fit_are_refused_by_name(
     if fits is None:
         assert same(run(indexer, *both), want)
         return
-    candidates = indexer.publish_prefill(both[0])
-    assert torch.equal(candidates.blocks, want.blocks)
     number = EMULATORS[version].generation.version
     unit = EMULATORS[version].generation.page_stride
     message = (
         rf"^index_k page stride: expected a multiple of {unit} bytes for DeepGEMM {number}, "
         rf"{fits} for {page_size} positions, got {stride}$"
     )
-    with pytest.raises(ValueError, match=message):
-        indexer.select_prefill(candidates, both[1], empty(consumer))
+    refuses(indexer, both, message)
     out = empty(consumer)
     indexer.topk_prefill(both[1], out)
     assert torch.equal(out, want.full)
 
 
+def refuses(
+    indexer: Sm100Indexer, both: tuple[PrefillIndexerInputs, PrefillIndexerInputs], message: str
+) -> None:
+    """Where a cache is made, where it would be published, and where candidates are read."""
+    source, consumer = both
+    with pytest.raises(ValueError, match=message):
+        indexer.check_pool(source.index_k)
+    with pytest.raises(ValueError, match=message):
+        indexer.publish_prefill(source)
+    with pytest.raises(ValueError, match=message):
+        indexer.select_prefill(mask().publish_prefill(source), consumer, empty(consumer))
+
+
 def test_pages_at_another_address_are_refused() -> None:
     source, _ = exact_layers(LENS)
     moved = with_pages(source, 4608, offset=8)
-    indexer = sm100("0.2.5")
-    with pytest.raises(ValueError, match=r"^index_k pages: expected at a multiple of 16 bytes"):
-        indexer.select_prefill(indexer.publish_prefill(moved), moved, empty(source))
+    message = r"^index_k pages: expected at a multiple of 16 bytes, got another address$"
+    refuses(sm100("0.2.5"), (moved, moved), message)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_pool_is_checked_where_it_is_made(version: str) -> None:
+    indexer = sm100(version)
+    indexer.check_pool(IndexKPool.empty(3, 128, "fp4"))
+    fits = sm100("0.2.5").check_pool
+    fits(IndexKPool.empty(3, 64, "fp4"))
+    with pytest.raises(ValueError, match=r"^index_k: expected a pool of fp4 keys, .* got None$"):
+        indexer.check_pool(None)
+    for form, layout, message in (
+        ("fp8", "planar", r"^index_k: expected a pool of fp4 keys, .*, got a pool of fp8 keys$"),
+        ("fp4", "interleaved", r"^index_k layout: expected 'planar', .* got 'interleaved'$"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            indexer.check_pool(IndexKPool.empty(3, 128, form, layout))
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -124,22 +150,22 @@ def test_dense_logits_of_any_keys_that_the_version_reads(layout: Layout, form: K
     inputs = layer(form, layout, page_size=8)
     indexer, oracle = sm100("older"), mask()
     out, want = empty(inputs), empty(inputs)
-    assert torch.equal(
-        indexer.publish_prefill(inputs).blocks, oracle.publish_prefill(inputs, want).blocks
-    )
-    if form == "fp8" or layout == "flat":  # no candidates of these: its own logits are its own
-        indexer.publish_prefill(inputs, out)
-        assert torch.equal(out, want)
     indexer.topk_prefill(inputs, out)
     oracle.topk_prefill(inputs, want)
     assert torch.equal(out, want)
-    candidates = indexer.publish_prefill(inputs)
+    published = oracle.publish_prefill(inputs, want)
     got = {"fp8": f"{'flat' if layout == 'flat' else 'a pool of'} fp8 keys", "fp4": "flat fp4 keys"}
     message = f"^index_k: expected a pool of fp4 keys, to select among candidates, got {got[form]}$"
     if (form, layout) == ("fp4", "interleaved"):
         message = "^index_k layout: expected 'planar', as DeepGEMM reads pages, got 'interleaved'$"
     if (form, layout) == ("fp4", "planar"):
         message = "^index_k page stride: expected a multiple of 512 bytes"
+    if form == "fp4" and layout != "flat":
+        refuses(indexer, (inputs, inputs), message)
+        return
+    candidates = indexer.publish_prefill(inputs, out)  # its own, out of the dense logits
+    assert torch.equal(candidates.blocks, published.blocks)
+    assert torch.equal(out, want)
     with pytest.raises(ValueError, match=message):
         indexer.select_prefill(candidates, inputs, out)
 
@@ -206,6 +232,26 @@ INSTALL = r"pip install 'sgl-deep-gemm>=0\.2\.0,<0\.3'$"
 def test_a_missing_package_is_named_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deep_gemm", None)  # as if it were not installed
     message = rf"^sm100: no DeepGEMM \(ModuleNotFoundError: .*deep_gemm.*\): {INSTALL}"
+    with pytest.raises(BackendUnavailable, match=message):
+        Sm100Indexer("cpu")
+
+
+@pytest.mark.parametrize(
+    ("error", "fix"),
+    [
+        (OSError("_C.so: undefined\nsymbol: c10"), r"pip install -U torch 'sgl.*, as a release is"),
+        (AssertionError(), "set CUDA_HOME to a toolkit, which its import looks for$"),
+    ],
+)
+def test_a_package_that_cannot_be_imported_is_named_with_the_fix(
+    error: Exception, fix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(name: str) -> None:
+        raise error
+
+    monkeypatch.setattr(importlib, "import_module", fails)
+    why = " ".join(str(error).split())
+    message = rf"^sm100: no DeepGEMM \({type(error).__name__}: ?{why}\): {fix}"
     with pytest.raises(BackendUnavailable, match=message):
         Sm100Indexer("cpu")
 

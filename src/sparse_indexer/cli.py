@@ -113,9 +113,11 @@ def doctor() -> None:
     """Show which backends and compilers work here and what the others need."""
     import torch
     from rich.box import SIMPLE_HEAD
+    from rich.markup import escape
     from rich.table import Table
 
     from sparse_indexer import __version__
+    from sparse_indexer.deep_gemm_report import deep_gemm_report
     from sparse_indexer.factory import BACKENDS, why_not
     from sparse_indexer.jit.doctor import report
     from sparse_indexer.report import bytes_text
@@ -130,10 +132,13 @@ def doctor() -> None:
         found = torch.cuda.get_device_properties(gpu)
         capability = f"compute capability {found.major}.{found.minor}"
         console.print(f"{gpu}: {found.name}, {capability}, {bytes_text(found.total_memory)}")
+    deep_gemm = deep_gemm_report()
     table = Table("device", "backend", "for capability", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("here", overflow="fold")
     for device in [*gpus, torch.device("cpu")]:
         reasons = {name: why_not(name, device) for name in BACKENDS}
+        if reasons["sm100"] is None and not deep_gemm.usable:
+            reasons["sm100"] = "needs DeepGEMM: see below"
         chosen = next((name for name, reason in reasons.items() if reason is None), None)
         for name, reason in reasons.items():
             usable = "usable, auto takes it" if name == chosen else "usable"
@@ -145,8 +150,8 @@ def doctor() -> None:
     tools = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in ("for kernels", "found"):
         tools.add_column(name, overflow="fold")
-    for subject, finding in report():
-        tools.add_row(subject, finding)
+    for subject, finding in [*report(), *deep_gemm.lines]:
+        tools.add_row(subject, escape(finding))
     console.print(tools)
 
 

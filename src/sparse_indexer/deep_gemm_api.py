@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sparse_indexer.errors import BackendUnavailable, mismatch
+from sparse_indexer.errors import BackendUnavailable, describe, mismatch
 from sparse_indexer.formats import FORMATS, HEAD_DIM, INT32_MAX
-from sparse_indexer.index_k import BLOCK_SIZE, IndexKPool
+from sparse_indexer.index_k import BLOCK_SIZE, FlatIndexK, IndexKPool
 from sparse_indexer.inputs import IndexQ, PrefillIndexerInputs
 
 MAX_HEADS = 64
@@ -26,7 +26,9 @@ MAX_BLOCKS = 4096  # candidates of a row
 MAX_ROWS = 1 << 20  # whose candidates are scored at once
 CANDIDATE_HEADS = 32  # that are scored at once
 
-_INSTALL = "pip install 'sgl-deep-gemm>=0.2.0,<0.3'"
+_PACKAGE = "'sgl-deep-gemm>=0.2.0,<0.3'"
+INSTALL = f"pip install {_PACKAGE}"
+OTHER_TORCH = f"pip install -U torch {_PACKAGE}, as a release is built for one torch"
 _FP4_BYTES = FORMATS["fp4"].payload_bytes + FORMATS["fp4"].scale_bytes
 _FUNCTIONS = (
     "fp8_fp4_mqa_logits",
@@ -36,11 +38,11 @@ _FUNCTIONS = (
 
 
 class Queries(NamedTuple):
-    """Queries of some rows, padded to 32 or 64 heads of weight 0, contiguous."""
+    """Queries of some rows, padded to 32 or 64 heads of weight 0, as kernels read them."""
 
     values: torch.Tensor  # [rows, heads, 64] int8 (fp4) or [rows, heads, 128] float8_e4m3fn
     scales: torch.Tensor | None  # [rows, heads] int32 (fp4)
-    weights: torch.Tensor  # [rows, heads] float32, an fp8 scale in them
+    weights: torch.Tensor  # [rows, heads] float32 or bfloat16, an fp8 scale in them
 
 
 def query_bytes(heads: int) -> int:
@@ -53,22 +55,34 @@ def padded_heads(heads: int) -> int:
     return CANDIDATE_HEADS if heads <= CANDIDATE_HEADS else MAX_HEADS
 
 
-def gather_queries(inputs: PrefillIndexerInputs, rows: torch.Tensor) -> Queries:
-    """The queries of `rows` (`[n]` int32)."""
+def queries_of(inputs: PrefillIndexerInputs, rows: slice | torch.Tensor | None) -> Queries:
+    """The queries of `rows`, a slice or `[n]` int32, or of all; not copied where they need not be.
+
+    Kernels read weights in bfloat16 or float32, as the caller converts them.
+    """
     index_q: IndexQ = inputs.index_q
-    rest = padded_heads(inputs.num_heads) - inputs.num_heads
-    values, weights = index_q.values[rows], inputs.head_weights[rows].float()
-    scales = None if index_q.scales is None else index_q.scales[rows]
-    if values.dtype == torch.float8_e4m3fn and scales is not None:
+    values, scales, weights = index_q.values, index_q.scales, inputs.head_weights
+    if rows is not None:
+        values, weights = values[rows], weights[rows]
+        scales = None if scales is None else scales[rows]
+    packed = values.dtype == torch.uint8
+    if not packed and scales is not None:
         weights, scales = weights * scales, None
+    rest = padded_heads(inputs.num_heads) - inputs.num_heads
     stored = values.view(torch.int8)
     if rest:
         stored = torch.nn.functional.pad(stored, (0, 0, 0, rest))
         weights = torch.nn.functional.pad(weights, (0, rest))
         scales = None if scales is None else torch.nn.functional.pad(scales, (0, rest))
-    if values.dtype == torch.float8_e4m3fn:
-        stored = stored.view(values.dtype)
-    return Queries(stored, scales, weights)
+    stored = aligned(stored)
+    scales = None if scales is None else aligned(scales)
+    return Queries(stored if packed else stored.view(torch.float8_e4m3fn), scales, weights)
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """Contiguous, at a multiple of 16 bytes, as kernels read it; as a rule it is that already."""
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() % 16 else tensor
 
 
 def _device_of(tensor: torch.Tensor) -> AbstractContextManager[None]:
@@ -91,18 +105,29 @@ class DeepGemm:
             try:
                 module = importlib.import_module("deep_gemm")
             except Exception as error:  # of another torch, without a CUDA home, ...
-                why = f"{type(error).__name__}: {error}"
-                raise BackendUnavailable(f"sm100: no DeepGEMM ({why}): {_INSTALL}") from error
+                why = " ".join(f"{type(error).__name__}: {error}".split())
+                fix = INSTALL if isinstance(error, ModuleNotFoundError) else OTHER_TORCH
+                if isinstance(error, AssertionError):
+                    fix = "set CUDA_HOME to a toolkit, which its import looks for"
+                raise BackendUnavailable(f"sm100: no DeepGEMM ({why}): {fix}") from error
         self._module = module
         self.version = str(getattr(module, "__version__", "of unknown version"))
         missing = [name for name in _FUNCTIONS if not callable(getattr(module, name, None))]
         if missing:
             has = f"DeepGEMM {self.version} has no {missing[0]}"
-            raise BackendUnavailable(f"sm100: {has}: {_INSTALL}")
+            raise BackendUnavailable(f"sm100: {has}: {INSTALL}")
         parameters = inspect.signature(module.fp8_fp4_mqa_logits).parameters
         self._chooses_dtype = "logits_dtype" in parameters
         self.logits_dtype = torch.float32 if self._chooses_dtype else torch.bfloat16
         self.page_alignment = 512 if self._chooses_dtype else 128
+
+    @property
+    def reads(self) -> str:
+        """What this version scores, in words."""
+        keys = "fp4 and fp8 keys" if self._chooses_dtype else "fp4 keys"
+        dtype = str(self.logits_dtype).removeprefix("torch.")
+        pages = f"candidates in fp4 pages with a stride of n * {self.page_alignment} bytes"
+        return f"dense logits of {keys} in {dtype}, {pages}"
 
     def expect_dense(self, inputs: PrefillIndexerInputs) -> None:
         """`ValueError` unless `dense_logits` takes such keys and queries."""
@@ -121,26 +146,32 @@ class DeepGemm:
 
     def expect_pool(self, inputs: PrefillIndexerInputs) -> IndexKPool:
         """The pool, if `candidate_logits` reads it where it lies; `ValueError` if not."""
-        self.expect_dense(inputs)
         pool = inputs.index_k
+        self.check_pool(pool)
+        assert isinstance(pool, IndexKPool)
+        if not pool.num_pages and max(inputs.plan.context_lens, default=0):
+            raise mismatch("index_k pages", "at least 1 page", "none")
+        return pool
+
+    def check_pool(self, pool: IndexKPool | FlatIndexK) -> None:
+        """`ValueError` unless `candidate_logits` reads such pages where they lie."""
         if not isinstance(pool, IndexKPool) or pool.format != "fp4":
-            got = f"{'a pool of' if isinstance(pool, IndexKPool) else 'flat'} {pool.format} keys"
+            keys = {IndexKPool: "a pool of", FlatIndexK: "flat"}.get(type(pool))
+            got = describe(pool) if keys is None else f"{keys} {pool.format} keys"
             raise mismatch("index_k", "a pool of fp4 keys, to select among candidates", got)
         if pool.layout != "planar":
             raise mismatch("index_k layout", "'planar', as DeepGEMM reads pages", repr(pool.layout))
-        if not pool.num_pages and max(inputs.plan.context_lens, default=0):
-            raise mismatch("index_k pages", "at least 1 page", "none")
-        unit, stride = self.page_alignment, pool.pages.stride(0)
-        if pool.num_pages > 1 and stride % unit:
-            fits = -(-pool.page_size * _FP4_BYTES // unit) * unit
-            rule = f"a multiple of {unit} bytes for DeepGEMM {self.version}"
-            want = f"{rule}, {fits} for {pool.page_size} positions"
-            raise mismatch("index_k page stride", want, f"{stride}")
-        if pool.num_pages > 1 and stride > INT32_MAX:
-            raise mismatch("index_k page stride", f"at most {INT32_MAX} bytes", f"{stride}")
+        if pool.num_pages > 1:
+            unit, stride = self.page_alignment, pool.pages.stride(0)
+            if stride % unit:
+                fits = -(-pool.page_size * _FP4_BYTES // unit) * unit
+                rule = f"a multiple of {unit} bytes for DeepGEMM {self.version}"
+                want = f"{rule}, {fits} for {pool.page_size} positions"
+                raise mismatch("index_k page stride", want, f"{stride}")
+            if stride > INT32_MAX:
+                raise mismatch("index_k page stride", f"at most {INT32_MAX} bytes", f"{stride}")
         if pool.pages.data_ptr() % 16:
             raise mismatch("index_k pages", "at a multiple of 16 bytes", "another address")
-        return pool
 
     def rounds_alike(self, heads: int) -> bool:
         """Is a dense logit of fp4 keys the candidate's logit, bit for bit?"""
@@ -156,27 +187,27 @@ class DeepGemm:
         keys: tuple[torch.Tensor, torch.Tensor],
         *,
         starts: torch.Tensor,
-        lens: torch.Tensor,
+        ends: torch.Tensor,
         width: int,
     ) -> torch.Tensor:
-        """Logits of the first `lens[i]` keys from `starts[i]` on.
+        """Logits of the keys `starts[i]` to `ends[i] - 1`.
 
         Args:
             keys: `[n, 64]` int8 and `[n]` int32 (fp4), or `[n, 128]` float8_e4m3fn and float32.
-            starts: `[rows]` int32; lens: `[rows]` int32, at most `width`.
+            starts, ends: `[rows]` int32, apart by at most `width`.
 
         Returns:
             `[rows, width]` of `logits_dtype`, rows apart by a multiple of 512 elements; whatever
-            is there past a row's length.
+            is there past a row's keys.
         """
         older = {"logits_dtype": self.logits_dtype} if self._chooses_dtype else {}
-        with _device_of(lens):
+        with _device_of(starts):
             logits: torch.Tensor = self._module.fp8_fp4_mqa_logits(
                 (queries.values, queries.scales),
                 keys,
-                queries.weights.to(self.logits_dtype),
+                aligned(queries.weights.to(self.logits_dtype)),
                 starts,
-                starts + lens,
+                ends,
                 max_seqlen_k=width,
                 **older,
             )
@@ -215,22 +246,21 @@ class DeepGemm:
         pages, size = pool.pages, pool.page_size
         stride = pages.stride(0) if pool.num_pages > 1 else 512 * size  # of one page: of none
         kv = pages.as_strided(
-            (len(pages), size, 1, _FP4_BYTES), (stride, _FP4_BYTES, _FP4_BYTES, 1)
+            (pages.shape[0], size, 1, _FP4_BYTES), (stride, _FP4_BYTES, _FP4_BYTES, 1)
         )
         assert queries.scales is not None
+        rows, heads = queries.scales.shape
+        shape = (rows, heads // CANDIDATE_HEADS, 1, CANDIDATE_HEADS)
+        values = queries.values.view(*shape, -1).transpose(0, 1).contiguous()
+        scales = queries.scales.view(shape).transpose(0, 1).contiguous()
+        weights = aligned(queries.weights.to(torch.bfloat16))
         total: torch.Tensor | None = None
-        for first in range(0, queries.values.shape[1], CANDIDATE_HEADS):
-            some = slice(first, first + CANDIDATE_HEADS)
-            values, scales = queries.values[:, None, some], queries.scales[:, None, some]
-            with _device_of(metadata):
+        with _device_of(metadata):
+            for part in range(shape[1]):
+                some = slice(part * CANDIDATE_HEADS, (part + 1) * CANDIDATE_HEADS)
                 logits: torch.Tensor = self._module.fp8_fp4_paged_sparse_mqa_logits(
-                    (values.contiguous(), scales.contiguous()),
-                    kv,
-                    queries.weights[:, some].to(torch.bfloat16),
-                    metadata,
-                    n,
-                    BLOCK_SIZE,
+                    (values[part], scales[part]), kv, weights[:, some], metadata, n, BLOCK_SIZE
                 )
-            total = logits if total is None else total.add_(logits)
+                total = logits if total is None else total.add_(logits)
         assert total is not None
         return total

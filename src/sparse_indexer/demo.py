@@ -112,6 +112,8 @@ def run_demo(
 
     Args:
         device: default: the current GPU, without one the CPU.
+        backend: as for `make_candidate_indexer`; `mask` if `"auto"` gives one that does not read
+            the trace's keys.
         on_progress: called after each call of the indexer.
 
     Raises:
@@ -122,9 +124,8 @@ def run_demo(
     expect_int("topk_blocks", topk_blocks, 1, _MOST)
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    indexer = make_candidate_indexer(
-        device, topk=topk, topk_blocks=topk_blocks, memory_budget=MEMORY_BUDGET, backend=backend
-    )
+    options = {"topk": topk, "topk_blocks": topk_blocks, "memory_budget": MEMORY_BUDGET}
+    indexer = make_candidate_indexer(device, **options, backend=backend)
     if indexer.device.type not in ("cpu", "cuda"):
         raise mismatch("device", "cpu or cuda", str(indexer.device))
     where, paged = indexer.device, _PagedTrace(trace, indexer.device)
@@ -157,7 +158,14 @@ def run_demo(
     if trace.consumer is None:
         del work["consumer"]
         selected = own
-    indexer.publish_prefill(paged.inputs(trace.source, slice(0, 1)))  # warms up
+    row = slice(0, 1)
+    try:  # warms up
+        one = indexer.publish_prefill(paged.inputs(trace.source, row))
+        indexer.select_prefill(one, paged.inputs(reader, row), own[row])
+    except ValueError:  # what the fastest backend does not read, such as `sm100` fp8 keys
+        if backend != "auto":
+            raise
+        indexer = make_candidate_indexer(where, **options, backend="mask")
     costs: dict[str, tuple[float, int]] = {}
     for done, (name, call) in enumerate(work.items()):
         calls, meter = 1 if name == "tail" else parts, Meter(where)

@@ -9,66 +9,66 @@ from typing import NamedTuple
 
 import torch
 
-from sparse_indexer.deep_gemm_api import DeepGemm, gather_queries, padded_heads, query_bytes
+from sparse_indexer.deep_gemm_api import DeepGemm, aligned, padded_heads, queries_of, query_bytes
 from sparse_indexer.errors import mismatch
 from sparse_indexer.formats import FORMATS
 from sparse_indexer.index_k import BLOCK_SIZE, FlatIndexK, IndexKPool
 from sparse_indexer.inputs import PrefillIndexerInputs
-from sparse_indexer.row_order import RowOrder
 from sparse_indexer.tiling import even_tiles, request_groups
 
-_GATHERED = 1 << 15  # positions of a pool that are gathered at once
-_GATHER_BYTES = 256  # beside its key, of each of them
 _ROWS = 8  # a tile's rows are a multiple; DeepGEMM pads them, too
 
 
 class _Keys(NamedTuple):
-    """Flat keys of some requests."""
+    """Flat keys of some requests, and where those of each row begin and end."""
 
     values: torch.Tensor  # [n, 64] int8 (fp4) or [n, 128] float8_e4m3fn
     scales: torch.Tensor  # [n] int32 (fp4) or float32
-    starts: torch.Tensor  # [requests] int32: where each request of the plan begins
+    starts: torch.Tensor  # [rows] int32
+    ends: torch.Tensor  # [rows] int32
 
 
 class DenseTile(NamedTuple):
     """Rows that are scored at once."""
 
-    part: slice  # of the row order
+    rows: torch.Tensor | None  # [n] int32: which rows of the plan; None: those of `part`
+    part: slice | None  # rows of the plan, one after the other; None: `rows`, or all of them
+    lens: torch.Tensor  # [n] int32: positions each sees
     width: int  # columns of logits, at least what any of the rows sees
     api: DeepGemm
     inputs: PrefillIndexerInputs
-    order: RowOrder
     keys: _Keys | None  # None: no logit is needed
 
     def logits(self) -> torch.Tensor:
-        """`[rows, width]`, whatever is there past a row's length; the caller lets go of it."""
-        rows, lens = self.order.rows[self.part], self.order.lens[self.part]
+        """`[n, width]`, whatever is there past a row's length; the caller lets go of it."""
         keys = self.keys
         if keys is None:
-            return unread_logits(rows, self.width)
+            return unread_logits(self.lens, self.width)
         return self.api.dense_logits(
-            gather_queries(self.inputs, rows),
+            queries_of(self.inputs, self.part if self.rows is None else self.rows),
             (keys.values, keys.scales),
-            starts=keys.starts[self.order.requests[self.part]],
-            lens=lens,
+            starts=keys.starts,
+            ends=keys.ends,
             width=self.width,
         )
 
+    def of(self, by_row: torch.Tensor) -> torch.Tensor:
+        """What `rows` names the rows of: all of `by_row`; without `rows`, the tile's part of it."""
+        return by_row if self.part is None else by_row[self.part]
 
-def unread_logits(rows: torch.Tensor, width: int) -> torch.Tensor:
-    """`[rows, width]` for rows of which all that they see is selected; takes a row's memory."""
-    return rows.new_zeros((1, width), dtype=torch.bfloat16).expand(len(rows), width)
+
+def unread_logits(lens: torch.Tensor, width: int) -> torch.Tensor:
+    """`[len(lens), width]` for rows of which all that they see is selected; of a row's memory."""
+    return lens.new_zeros((1, width), dtype=torch.bfloat16).expand(len(lens), width)
 
 
 def dense_tiles(
-    api: DeepGemm,
-    inputs: PrefillIndexerInputs,
-    order: RowOrder,
-    *,
-    needed_beyond: int,
-    budget: int,
+    api: DeepGemm, inputs: PrefillIndexerInputs, *, needed_beyond: int, budget: int
 ) -> Iterator[DenseTile]:
-    """All rows, tile by tile, in order; a pool's keys are gathered into flat ones.
+    """All rows, tile by tile; a pool's keys are gathered into flat ones.
+
+    Rows are in the plan's order if the keys of all requests are held at once, else in that of their
+    requests.
 
     Args:
         needed_beyond: rows that see at most so many positions need no logits.
@@ -77,92 +77,82 @@ def dense_tiles(
     Raises:
         ValueError: the budget is below what the longest request takes.
     """
-    plan = inputs.plan
-    contexts = [
-        n if rows else 0 for n, rows in zip(plan.context_lens, plan.rows_per_request, strict=True)
-    ]
-    flat = isinstance(inputs.index_k, FlatIndexK)
-    spec = FORMATS[inputs.index_k.format]
-    key_bytes = 0 if flat else spec.payload_bytes + spec.scale_bytes
+    plan, keys = inputs.plan, inputs.index_k
+    counts = plan.rows_per_request
+    contexts = [n if rows else 0 for n, rows in zip(plan.context_lens, counts, strict=True)]
+    spec = FORMATS[keys.format]
+    key_bytes, page_size = 0, BLOCK_SIZE
+    if isinstance(keys, IndexKPool):
+        key_bytes, page_size = spec.payload_bytes + spec.scale_bytes, keys.page_size
     of_queries = query_bytes(padded_heads(inputs.num_heads)) + 64
 
     def row_bytes(width: int) -> int:
         return api.logits_bytes(width) + 4 * -(-width // BLOCK_SIZE) + of_queries
 
     def least(positions: int, longest: int) -> int:
-        gathering = 0 if flat else min(positions, _GATHERED) * (_GATHER_BYTES + key_bytes)
-        return positions * key_bytes + max(gathering, _ROWS * row_bytes(longest))
+        return positions * key_bytes + _ROWS * row_bytes(longest)
 
-    ends = list(accumulate(plan.rows_per_request))
-    groups = request_groups(
-        plan.rows_per_request, contexts, unit_bytes=key_bytes, least=least, budget=budget
+    sizes = [-(-n // page_size) * page_size for n in contexts]
+    groups = list(
+        request_groups(counts, sizes, unit_bytes=key_bytes, least=least, budget=budget, padded=True)
     )
-    for begin, end, positions, longest in groups:
-        first, stop = ends[begin] - plan.rows_per_request[begin], ends[end - 1]
-        keys = None
+    rows, lens, requests = None, plan.compressed_lens, plan.request_of_row
+    if len(groups) > 1:
+        order = plan.rows_by_request()
+        rows, lens, requests = order.to(torch.int32), lens[order], requests[order]
+    ends = list(accumulate(counts))
+    for begin, end, positions, _ in groups:
+        first, stop = ends[begin] - counts[begin], ends[end - 1]
+        longest = max(contexts[begin:end])
+        held = None
         if longest > needed_beyond:
-            keys = _flat_keys(inputs, order, slice(begin, end), positions)
+            held = _flat_keys(inputs, requests, lens, begin, end, longest)
         free, width = budget - positions * key_bytes, max(longest, BLOCK_SIZE)
         most = max(free // row_bytes(width) // _ROWS, 1)
         for part in even_tiles(first, stop, unit=_ROWS, most=most):
-            yield DenseTile(part, width, api, inputs, order, keys)
+            if part.stop - part.start == plan.num_rows:
+                yield DenseTile(None, None, lens, width, api, inputs, held)
+                continue
+            its = held
+            if held is not None:
+                its = held._replace(starts=held.starts[part], ends=held.ends[part])
+            its_rows, its_part = (None, part) if rows is None else (rows[part], None)
+            yield DenseTile(its_rows, its_part, lens[part], width, api, inputs, its)
+            del its
+        del held  # before others are gathered
 
 
 def _flat_keys(
-    inputs: PrefillIndexerInputs, order: RowOrder, requests: slice, positions: int
+    inputs: PrefillIndexerInputs,
+    requests: torch.Tensor,
+    lens: torch.Tensor,
+    begin: int,
+    end: int,
+    longest: int,
 ) -> _Keys:
-    """The keys of these requests; `positions` is at least how many their rows see."""
+    """The keys of requests `begin` to `end - 1`, which see at most `longest` positions.
+
+    Args:
+        requests, lens: `[rows]` int32: of each row. Those of other requests are not to be scored.
+    """
     keys, plan = inputs.index_k, inputs.plan
     if isinstance(keys, FlatIndexK):
         assert plan.key_starts is not None
         assert keys.scales is not None
-        return _Keys(_signed(_aligned(keys.values)), _aligned(keys.scales), plan.key_starts)
+        starts = torch.index_select(plan.key_starts, 0, requests)
+        return _Keys(_signed(aligned(keys.values)), aligned(keys.scales), starts, starts + lens)
     assert plan.page_table is not None
     if not keys.num_pages:
         raise mismatch("index_k pages", "at least 1 page", "none")
-    seen = order.lens.new_zeros(plan.num_requests)
-    seen = seen.scatter_reduce_(0, order.requests.long(), order.lens, "amax")
-    within = torch.zeros_like(seen)
-    within[requests] = seen[requests]
-    ends = within.cumsum(0)
-    starts = ends - within
-    spec = FORMATS[keys.format]
-    assert spec.scales_dtype is not None
-    # A kernel reads scales by fours.
-    shape = (-(-positions // 4) * 4, spec.values_width)
-    values = torch.empty(shape, dtype=spec.values_dtype, device=plan.device)
-    scales = torch.empty(shape[:1], dtype=spec.scales_dtype, device=plan.device)
-    for first in range(0, len(values), _GATHERED):
-        index = torch.arange(first, min(first + _GATHERED, len(values)), device=plan.device)
-        slots, exists = _slots(keys, plan.page_table, index, starts, ends)
-        stored = keys.read(slots)
-        assert stored.scales is not None
-        values[first : first + len(index)] = stored.values
-        missing = -1 if spec.scales_dtype == torch.int32 else torch.nan  # ue8m0 255 is NaN
-        scales[first : first + len(index)] = torch.where(exists, stored.scales, missing)
-    return _Keys(_signed(values), scales, starts.to(torch.int32))
-
-
-def _slots(
-    keys: IndexKPool,
-    page_table: torch.Tensor,
-    index: torch.Tensor,
-    starts: torch.Tensor,
-    ends: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Slots of flat columns, 0 where there is none, and whether there is one."""
-    request = torch.searchsorted(ends, index, right=True).clamp(max=len(ends) - 1)
-    used = index < ends[-1]
-    position = torch.where(used, index - starts[request], 0)
-    page = page_table[request, position // keys.page_size].long()
-    exists = used & (page >= 0) & (page < keys.num_pages)
-    return torch.where(exists, page * keys.page_size + position % keys.page_size, 0), exists
-
-
-def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """Contiguous, at a multiple of 16 bytes, as kernels read it; as a rule it is that already."""
-    tensor = tensor.contiguous()
-    return tensor.clone() if tensor.data_ptr() % 16 else tensor
+    columns = -(-longest // keys.page_size)
+    table = plan.page_table[begin:end, :columns].flatten()
+    pages = table.clamp(0, keys.num_pages - 1)
+    values, scales = keys.read_pages(pages)
+    # Slots of no position hold anything; a position without a page has the scale NaN.
+    missing = -1 if scales.dtype == torch.int32 else torch.nan  # ue8m0 255 is NaN
+    scales.masked_fill_((table != pages)[:, None], missing)
+    starts = (requests - begin) * (columns * keys.page_size)
+    return _Keys(_signed(values.flatten(0, 1)), scales.flatten(), starts, starts + lens)
 
 
 def _signed(values: torch.Tensor) -> torch.Tensor:

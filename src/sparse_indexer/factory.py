@@ -32,8 +32,14 @@ def _sm90(device: torch.device, **options: int) -> CandidateIndexer:
     return Sm90Indexer(device, **options)
 
 
+def _sm100(device: torch.device, **options: int) -> CandidateIndexer:
+    from sparse_indexer.backends.sm100 import Sm100Indexer
+
+    return Sm100Indexer(device, **options)
+
+
 BACKENDS: dict[str, BackendSpec] = {
-    "sm100": BackendSpec("10.x", lambda cc: cc[0] == 10, None),
+    "sm100": BackendSpec("10.x", lambda cc: cc[0] == 10, _sm100),
     "sm90": BackendSpec("9.0", lambda cc: cc[0] == 9, _sm90),
     "sm80": BackendSpec("8.x, 10.x, 12.x", lambda cc: cc[0] in (8, 10, 12), None),
     "sm70": BackendSpec("7.0, 7.5", lambda cc: cc in ((7, 0), (7, 5)), None),
@@ -59,10 +65,11 @@ def make_candidate_indexer(
         memory_budget: bytes of scratch, at most.
         backend: a name of the support matrix, or `"auto"`: the fastest one that can run there.
             What `auto` chose is logged once per device, at level INFO of `sparse_indexer`, and at
-            WARNING a backend for this GPU whose kernels cannot be built.
+            WARNING a backend for this GPU that cannot be made: its kernels cannot be built, or
+            `sm100` has no DeepGEMM.
 
     Raises:
-        ValueError: an unknown backend or device, or an option out of range.
+        ValueError: an unknown backend or device, or an option out of the backend's range.
         BackendUnavailable: the named backend cannot run there; the message says why and what to do.
     """
     if backend not in ("auto", *BACKENDS):

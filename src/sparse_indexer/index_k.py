@@ -98,7 +98,7 @@ class IndexKPool(msgspec.Struct, frozen=True, eq=False):
     @property
     def num_pages(self) -> int:
         """Pages of the pool; a page id is 0 to `num_pages - 1`."""
-        return len(self.pages)
+        return self.pages.shape[0]
 
     def read(self, slots: torch.Tensor) -> StoredKeys:
         """Gather the keys of `slots` (`[n]` int64, page * page_size + offset, all in range)."""
@@ -109,6 +109,20 @@ class IndexKPool(msgspec.Struct, frozen=True, eq=False):
         if scales is None or spec.scales_dtype is None:
             return StoredKeys(stored, None)
         return StoredKeys(stored, scales[page, offset].view(spec.scales_dtype).squeeze(-1))
+
+    def read_pages(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gather whole pages (`[n]` int32 or int64, all in range) of an fp4 or fp8 pool.
+
+        Returns:
+            `[n, page_size, ...]` values and `[n, page_size]` scales, contiguous.
+        """
+        spec = FORMATS[self.format]
+        values, scales = _views(self)
+        assert scales is not None
+        assert spec.scales_dtype is not None
+        stored = torch.index_select(values, 0, pages).view(spec.values_dtype)
+        of_them = torch.index_select(scales, 0, pages).view(spec.scales_dtype)
+        return stored, of_them.squeeze(-1)
 
     def write(self, slots: torch.Tensor, keys: torch.Tensor | FlatIndexK) -> None:
         """Store keys at `slots` (`[n]` int32 or int64, page * page_size + offset).

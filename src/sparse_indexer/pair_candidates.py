@@ -21,7 +21,7 @@ from sparse_indexer.index_k import BLOCK_SIZE, IndexKPool
 from sparse_indexer.lasting import Ready
 from sparse_indexer.plan import PrefillPlan
 from sparse_indexer.protocol import Candidates
-from sparse_indexer.row_order import RowOrder
+from sparse_indexer.tiling import even_tiles
 
 _ROWS = 8  # a tile's rows are a multiple
 
@@ -33,36 +33,50 @@ class Pages(NamedTuple):
     num_pages: int
 
 
+class ScheduledTile(NamedTuple):
+    """Rows whose candidates are scored at once, and all that does not depend on a layer."""
+
+    part: slice | None  # of the plan's rows; None: all
+    lens: torch.Tensor  # [rows] int32: positions each sees
+    table: torch.Tensor  # [rows, n] int32: its blocks
+    metadata: torch.Tensor  # for `DeepGemm.candidate_logits`
+
+
 class Schedules(NamedTuple):
-    """What `DeepGemm.candidate_logits` scores by."""
+    """What a plan's candidates are scored by."""
 
     pages: Pages
-    rows: int  # of a tile, at most
-    tiles: list[tuple[slice, torch.Tensor]]  # rows in order, their metadata
+    budget: int  # bytes that a tile takes, at most
+    tiles: list[ScheduledTile]
 
 
 class PairCandidates(Candidates):
-    """A table in `RowOrder`. `blocks`, by row, is made anew for whoever asks."""
+    """Blocks, row by row, and how DeepGEMM scores them."""
 
-    def __init__(
-        self, plan: PrefillPlan, order: RowOrder, table: torch.Tensor, schedules: Schedules | None
-    ) -> None:
-        self.plan = plan
-        self.order = order
-        self.table = table  # [rows, n] int32, contiguous: ascending block ids, then INT32_MAX
+    def __init__(self, plan: PrefillPlan, table: torch.Tensor, schedules: Schedules | None) -> None:
+        """`table` is `[rows, n]` int32, contiguous: ascending block ids, then INT32_MAX."""
+        super().__init__(table, plan)
         self.schedules = schedules  # None: the source's keys cannot be scored as candidates
+        tiles = [] if schedules is None else schedules.tiles
+        self._written = (table, *(tile.metadata for tile in tiles))
         self.ready = Ready(plan.device)
 
     @property
     def blocks(self) -> torch.Tensor:
         """See `Candidates.blocks`."""
         self.wait()
-        return self.table[self.order.places]
+        return self._blocks
 
     def wait(self) -> None:
         """Let the current stream read the table and the schedules."""
-        metadata = [] if self.schedules is None else [held for _, held in self.schedules.tiles]
-        self.ready.wait((self.table, *self.order, *metadata))
+        self.ready.wait(self._written)
+
+    def schedules_for(self, plan: PrefillPlan, pages: Pages, budget: int) -> Schedules | None:
+        """The schedules, if they are those of a plan's rows over such pages, and small enough."""
+        own, held = self.plan, self.schedules
+        if held is None or held.pages != pages or held.budget > budget:
+            return None
+        return held if own is plan or own.page_table is plan.page_table else None
 
 
 def pages_of(pool: IndexKPool) -> Pages:
@@ -70,28 +84,9 @@ def pages_of(pool: IndexKPool) -> Pages:
     return Pages(pool.page_size, pool.num_pages)
 
 
-def tile_rows(plan: PrefillPlan, page_size: int, n: int, budget: int) -> int:
-    """Rows of a tile whose page table, or else whose queries and logits, the budget holds.
-
-    Args:
-        n: blocks of a row.
-
-    Raises:
-        ValueError: it does not hold those of 8 rows.
-    """
-    columns = -(-max(plan.context_lens, default=0) // page_size)
-    logits = -(-n * BLOCK_SIZE // 512) * 512 * torch.bfloat16.itemsize
-    scored = MAX_HEADS // CANDIDATE_HEADS * logits + query_bytes(MAX_HEADS)
-    row = max(4 * columns, scored)
-    if plan.num_rows and budget < _ROWS * row:
-        raise mismatch("memory_budget", f"at least {_ROWS * row} bytes", f"{budget}")
-    return max(min(budget // row, MAX_ROWS) // _ROWS, 1) * _ROWS
-
-
 def make_schedules(
     api: DeepGemm,
     plan: PrefillPlan,
-    order: RowOrder,
     table: torch.Tensor,
     pages: Pages,
     *,
@@ -101,30 +96,53 @@ def make_schedules(
     """Schedule each row's blocks.
 
     Args:
-        table: `[rows, n]` int32, in order.
-        budget: bytes for a tile of rows, now and when it is scored.
+        table: `[rows, n]` int32.
+        budget: bytes for a tile of rows: its page table now, its queries and logits when it is
+            scored.
         lasting: what is allocated within outlives the call.
 
     Raises:
-        ValueError: as `tile_rows`.
+        ValueError: the budget does not hold 8 rows.
     """
     assert plan.page_table is not None
-    rows = tile_rows(plan, pages.page_size, table.shape[1], budget)
-    columns = -(-max(plan.context_lens, default=0) // pages.page_size)
+    if not plan.num_rows:
+        return Schedules(pages, budget, [])
+    columns = max(-(-max(plan.context_lens, default=0) // pages.page_size), 1)
+    logits = -(-table.shape[1] * BLOCK_SIZE // 512) * 512 * torch.bfloat16.itemsize
+    scored = MAX_HEADS // CANDIDATE_HEADS * logits + query_bytes(MAX_HEADS)
+    row = max(4 * columns, scored)
+    if budget < _ROWS * row:
+        raise mismatch("memory_budget", f"at least {_ROWS * row} bytes", f"{budget}")
+    most = max(min(budget // row, MAX_ROWS) // _ROWS, 1)
+    page_table, pairs = plan.page_table[:, :columns], row_pairs(plan)
     tiles = []
-    for start in range(0, plan.num_rows, rows):
-        part = slice(start, min(start + rows, plan.num_rows))
+    for part in even_tiles(0, plan.num_rows, unit=_ROWS, most=most):
+        whole = part.stop - part.start == plan.num_rows
+        requests, ids, lens, blocks = (
+            x if whole else x[part]
+            for x in (plan.request_of_row, pairs, plan.compressed_lens, table)
+        )
         # One row a query: neither a table by request nor a stride of 0 is taken. Slots that no
         # block uses hold anything.
-        page_table = plan.page_table[:, : max(columns, 1)][order.requests[part]]
-        page_table.clamp_(0, pages.num_pages - 1)
+        of_rows = torch.index_select(page_table, 0, requests).clamp_(0, pages.num_pages - 1)
         with lasting():
             metadata = api.schedule(
-                table[part],
-                lens=order.lens[part],
-                pairs=order.pairs[part],
-                page_table=page_table,
-                page_size=pages.page_size,
+                blocks, lens=lens, pairs=ids, page_table=of_rows, page_size=pages.page_size
             )
-        tiles.append((part, metadata))
-    return Schedules(pages, rows, tiles)
+        tiles.append(ScheduledTile(None if whole else part, lens, blocks, metadata))
+        del of_rows
+    return Schedules(pages, budget, tiles)
+
+
+def row_pairs(plan: PrefillPlan) -> torch.Tensor:
+    """`[rows]` int32: an id that at most two rows share, neighbors of one request.
+
+    A run of rows of one request is paired from its first row on; reads nothing back.
+    """
+    index = torch.arange(plan.num_rows, dtype=torch.int32, device=plan.device)
+    if sum(map(bool, plan.rows_per_request)) == 1:
+        return index >> 1
+    requests, first = plan.request_of_row, torch.zeros_like(index)
+    torch.mul(index[1:], requests[1:] != requests[:-1], out=first[1:])
+    first = first.cummax(0).values
+    return (index + first) >> 1  # which is first + (index - first) // 2

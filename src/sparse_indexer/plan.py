@@ -74,7 +74,7 @@ class PrefillPlan(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     @property
     def num_rows(self) -> int:
         """Rows of the plan."""
-        return len(self.compressed_lens)
+        return self.compressed_lens.shape[0]
 
     @property
     def num_requests(self) -> int:
@@ -143,11 +143,22 @@ class PrefillPlan(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         Raises:
             ValueError: as `tail_rows`.
         """
-        rows = self.tail_rows(tail_lens)
+        return self.of_rows(self.tail_rows(tail_lens), list(tail_lens))
+
+    def of_rows(self, rows: torch.Tensor, rows_per_request: list[int]) -> PrefillPlan:
+        """The plan of some rows alone; requests and their keys stay as they are.
+
+        Args:
+            rows: `[n]` int64: the rows, in the order in which they are wanted.
+            rows_per_request: host, `[requests]`: how many of each request.
+
+        Raises:
+            ValueError: as the plan itself.
+        """
         return PrefillPlan(
             compressed_lens=self.compressed_lens[rows],
             request_of_row=self.request_of_row[rows],
-            rows_per_request=list(tail_lens),
+            rows_per_request=rows_per_request,
             context_lens=self.context_lens,
             page_table=self.page_table,
             key_starts=self.key_starts,

@@ -25,6 +25,7 @@ def request_groups(
     unit_bytes: int,
     least: Callable[[int, int], int],
     budget: int,
+    padded: bool = False,
 ) -> Iterator[RequestGroup]:
     """As many requests at a time as half the budget holds the keys of, but at least one.
 
@@ -32,6 +33,7 @@ def request_groups(
         rows: of each request; groups without any are left out.
         sizes: of each request's keys, in units of `unit_bytes`.
         least: bytes that a group takes, by the size of its keys and its longest request's.
+        padded: each request of a group takes as much as its longest.
 
     Raises:
         ValueError: the budget is below what the longest request takes.
@@ -43,7 +45,8 @@ def request_groups(
     while begin < len(rows):
         stop, size, longest = begin, 0, 0
         while stop < len(rows):
-            together, larger = size + sizes[stop], max(longest, sizes[stop])
+            larger = max(longest, sizes[stop])
+            together = (stop + 1 - begin) * larger if padded else size + sizes[stop]
             full = together * unit_bytes > budget // 2 or least(together, larger) > budget
             if stop > begin and full:
                 break

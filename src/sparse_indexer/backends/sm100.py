@@ -3,7 +3,7 @@
 
 A source's logits are written a tile of rows at a time, and read twice: for the key of each block,
 and for its own selection. Consumers' logits are those of candidates only, in pages where they lie.
-Tables are kept by request, whatever the rows' mapping, so that neighbors are scored in pairs.
+Rows stay in the plan's order, whatever their mapping; neighbors of one request are scored in pairs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sparse_indexer.deep_gemm_api import MAX_BLOCKS, DeepGemm, gather_queries
+from sparse_indexer.deep_gemm_api import MAX_BLOCKS, DeepGemm, aligned, queries_of
 from sparse_indexer.dense_tiles import DenseTile, dense_tiles, unread_logits
 from sparse_indexer.devices import resolve_device
 from sparse_indexer.errors import expect_int, mismatch
@@ -27,12 +27,10 @@ from sparse_indexer.pair_candidates import (
     Schedules,
     make_schedules,
     pages_of,
-    tile_rows,
 )
 from sparse_indexer.plan import PrefillPlan
 from sparse_indexer.protocol import Candidates, expect_call, expect_candidates
 from sparse_indexer.row_ops import row_ops
-from sparse_indexer.row_order import RowOrder, row_order
 
 _COLUMNS = f"a multiple of 4 of at most {MAX_BLOCKS}"
 
@@ -41,10 +39,10 @@ class Sm100Indexer:
     """`CandidateIndexer` on datacenter Blackwell (compute capability 10.x), by DeepGEMM.
 
     fp4 keys with fp4 queries, at most 64 heads. Consumers read a pool of planar pages, where they
-    lie: their stride is a multiple of 128 bytes, or of 512 before DeepGEMM 0.2.5. Sources and full
-    layers take flat keys and any pages, too, and before 0.2.5 fp8 keys with fp8 queries; but a
-    source whose dense logits are rounded otherwise than those of candidates (before 0.2.5, or more
-    than 32 heads) selects its own positions as a consumer does.
+    lie: their stride is a multiple of 128 bytes, or of 512 before DeepGEMM 0.2.5. Sources take flat
+    keys, too, and before 0.2.5 fp8 keys with fp8 queries; full layers also any pages. A source
+    whose dense logits are rounded otherwise than those of candidates (before 0.2.5, or more than 32
+    heads) selects its own positions as a consumer does.
 
     Logits are rounded as DeepGEMM does: those of candidates to bfloat16 in each step of the sum of
     heads (so a sum that cancels has few bits left), dense ones likewise, but before 0.2.5 to
@@ -56,7 +54,7 @@ class Sm100Indexer:
         topk_blocks: blocks of 8 positions a row publishes, a multiple of 4 of at most 4096.
         memory_budget: bytes of scratch beside inputs, outputs and what a publish returns, at most.
             That is a table of 4 bytes a block, and what DeepGEMM takes to schedule it, which is
-            about 9 bytes a block.
+            about 9 bytes a block; some 30 bytes a row are not counted.
         deep_gemm: the module or an emulator of it; `None`: the package `deep_gemm`.
 
     Raises:
@@ -90,29 +88,41 @@ class Sm100Indexer:
         self._ops = row_ops(self.device, self.name)
         self._lasting = LastingMemory(self.device)
 
+    def check_pool(self, pool: IndexKPool) -> None:
+        """Can consumers read such a pool? Call it where an engine makes its cache.
+
+        Raises:
+            ValueError: no; the message says what the installed version reads.
+        """
+        self._deep_gemm.check_pool(pool)
+
     @torch.no_grad()
     def publish_prefill(
         self, inputs: PrefillIndexerInputs, out_positions: torch.Tensor | None = None
     ) -> Candidates:
-        """See `CandidateIndexer.publish_prefill`. Tables live in a pool of their own."""
-        self._expect(inputs, out_positions)
-        plan, pool, n = inputs.plan, inputs.index_k, self.topk_blocks
+        """See `CandidateIndexer.publish_prefill`. Tables live in a pool of their own.
+
+        A pool of fp4 keys must be one that consumers can read.
+        """
+        expect_call(self, inputs, out_positions)
+        api, plan, pool, n = self._deep_gemm, inputs.plan, inputs.index_k, self.topk_blocks
+        api.expect_dense(inputs)
         paged = isinstance(pool, IndexKPool) and pool.format == "fp4"  # as candidates are read
         # Its own positions are what it would select as a consumer: out of the same logits if those
         # of candidates are no others, and of as many blocks as may be needed.
-        alike = not paged or self._deep_gemm.rounds_alike(inputs.num_heads)
+        alike = not paged or api.rounds_alike(inputs.num_heads)
         together = out_positions is not None and alike and self.topk < n
-        if out_positions is not None and not together:
-            self._deep_gemm.expect_pool(inputs)
-        order, table = self._empty_table(plan, n)
+        if paged or (out_positions is not None and not together):
+            api.expect_pool(inputs)
+        table = self._empty_table(plan.num_rows, n)
         needed = min(n * BLOCK_SIZE, self.topk) if together else n * BLOCK_SIZE
-        for tile in self._tiles(inputs, order, needed):
-            self._publish(tile, inputs, order, table, out_positions if together else None)
+        for tile in self._tiles(inputs, needed):
+            self._publish(tile, table, out_positions if together else None)
             del tile  # its keys, before others are gathered
         schedules = None
         if isinstance(pool, IndexKPool) and paged and max(plan.context_lens, default=0):
-            schedules = self._schedules(plan, order, table, pages_of(pool))
-        candidates = PairCandidates(plan, order, table, schedules)
+            schedules = self._schedules(plan, table, pages_of(pool))
+        candidates = PairCandidates(plan, table, schedules)
         if out_positions is not None and not together:
             self.select_prefill(candidates, inputs, out_positions)
         return candidates
@@ -122,132 +132,112 @@ class Sm100Indexer:
         self, candidates: Candidates, inputs: PrefillIndexerInputs, out_positions: torch.Tensor
     ) -> None:
         """See `CandidateIndexer.select_prefill`. Takes any backend's candidates."""
-        self._expect(inputs, out_positions, wanted=True)
-        pool, plan = self._deep_gemm.expect_pool(inputs), inputs.plan
-        schedules = None
-        if isinstance(candidates, PairCandidates) and candidates.plan is plan:
-            candidates.wait()
-            order, table, schedules = candidates.order, candidates.table, candidates.schedules
+        expect_call(self, inputs, out_positions, wanted=True)
+        api, plan = self._deep_gemm, inputs.plan
+        api.expect_dense(inputs)
+        pool = api.expect_pool(inputs)
+        own = candidates if isinstance(candidates, PairCandidates) else None
+        if own is not None and own.plan is plan:
+            table = own.blocks
         else:
-            blocks = expect_candidates(candidates, inputs, self.device)
-            if blocks.shape[1] % 4 or not 0 < blocks.shape[1] <= MAX_BLOCKS:
-                raise mismatch("candidates.blocks", f"{_COLUMNS} columns", blocks)
-            order, table = self._empty_table(plan, blocks.shape[1])
-            torch.index_select(blocks, 0, order.rows, out=table)
-        n = table.shape[1]
-        if min(n * BLOCK_SIZE, max(plan.context_lens, default=0)) <= self.topk:
-            logits = unread_logits(order.rows, n * BLOCK_SIZE)
-            self._select(logits, inputs, order, slice(None), out_positions, table)
+            table = expect_candidates(candidates, inputs, self.device)
+            if table.shape[1] % 4 or not 0 < table.shape[1] <= MAX_BLOCKS:
+                raise mismatch("candidates.blocks", f"{_COLUMNS} columns", table)
+            table = aligned(table)
+        if not plan.num_rows:
             return
-        rows = tile_rows(plan, pool.page_size, n, self.memory_budget)
-        if schedules is None or schedules.pages != pages_of(pool) or schedules.rows > rows:
-            schedules = self._schedules(plan, order, table, pages_of(pool))
-        for part, metadata in schedules.tiles:
-            queries = gather_queries(inputs, order.rows[part])
-            logits = self._deep_gemm.candidate_logits(queries, pool, metadata, n)
-            self._select(logits, inputs, order, part, out_positions, table[part])
+        n, longest = table.shape[1], max(plan.context_lens, default=0)
+        if min(n * BLOCK_SIZE, longest) <= self.topk:
+            logits = unread_logits(plan.compressed_lens, n * BLOCK_SIZE)
+            self._select(logits, plan, None, plan.compressed_lens, out_positions, blocks=table)
+            return
+        pages, budget = pages_of(pool), self.memory_budget
+        schedules = None if own is None else own.schedules_for(plan, pages, budget)
+        for tile in (schedules or self._schedules(plan, table, pages)).tiles:
+            queries = queries_of(inputs, tile.part)
+            logits = api.candidate_logits(queries, pool, tile.metadata, n)
+            self._select(logits, plan, tile.part, tile.lens, out_positions, blocks=tile.table)
             del queries, logits  # before the next tile's are made
 
     @torch.no_grad()
     def prefill_tail(self, candidates: Candidates, tail_lens: Sequence[int]) -> Candidates:
-        """See `CandidateIndexer.prefill_tail`."""
+        """See `CandidateIndexer.prefill_tail`. A schedule cannot be sliced: it is made anew."""
         if not isinstance(candidates, Candidates):
             raise mismatch("candidates", "Candidates", candidates)
-        rows, plan = candidates.plan.tail_rows(tail_lens), candidates.plan.tail(tail_lens)
-        pages = None
-        if isinstance(candidates, PairCandidates):
-            candidates.wait()
-            source, rows = candidates.table, candidates.order.places[rows]
-            pages = None if candidates.schedules is None else candidates.schedules.pages
-        else:
-            source = candidates.blocks
-        order, table = self._empty_table(plan, source.shape[1])
-        torch.index_select(source, 0, rows[order.rows], out=table)
-        schedules = None if pages is None else self._schedules(plan, order, table, pages)
-        return PairCandidates(plan, order, table, schedules)
+        rows, source = candidates.plan.tail_rows(tail_lens), candidates.blocks
+        plan = candidates.plan.of_rows(rows, list(tail_lens))
+        table = self._empty_table(plan.num_rows, source.shape[1])
+        torch.index_select(source, 0, rows, out=table)
+        held = candidates.schedules if isinstance(candidates, PairCandidates) else None
+        schedules = None if held is None else self._schedules(plan, table, held.pages)
+        return PairCandidates(plan, table, schedules)
 
     @torch.no_grad()
     def topk_prefill(self, inputs: PrefillIndexerInputs, out_positions: torch.Tensor) -> None:
         """See `CandidateIndexer.topk_prefill`."""
-        self._expect(inputs, out_positions, wanted=True)
-        order = row_order(inputs.plan)
-        for tile in self._tiles(inputs, order, self.topk):
-            self._select(tile.logits(), inputs, order, tile.part, out_positions)
+        expect_call(self, inputs, out_positions, wanted=True)
+        self._deep_gemm.expect_dense(inputs)
+        for tile in self._tiles(inputs, self.topk):
+            part, rows = tile.part, tile.rows
+            self._select(tile.logits(), inputs.plan, part, tile.lens, out_positions, rows=rows)
             del tile
 
-    def _tiles(
-        self, inputs: PrefillIndexerInputs, order: RowOrder, needed_beyond: int
-    ) -> Iterator[DenseTile]:
+    def _tiles(self, inputs: PrefillIndexerInputs, needed_beyond: int) -> Iterator[DenseTile]:
         api, budget = self._deep_gemm, self.memory_budget
-        return dense_tiles(api, inputs, order, needed_beyond=needed_beyond, budget=budget)
+        return dense_tiles(api, inputs, needed_beyond=needed_beyond, budget=budget)
 
     def _publish(
-        self,
-        tile: DenseTile,
-        inputs: PrefillIndexerInputs,
-        order: RowOrder,
-        table: torch.Tensor,
-        out_positions: torch.Tensor | None,
+        self, tile: DenseTile, table: torch.Tensor, out_positions: torch.Tensor | None
     ) -> None:
         """The blocks of a tile's rows, and if wanted their positions, out of the same logits."""
-        logits, lens = tile.logits(), order.lens[tile.part]
-        shape = (len(logits), -(-tile.width // BLOCK_SIZE))
+        logits, lens = tile.logits(), tile.lens
+        shape = (len(lens), -(-tile.width // BLOCK_SIZE))
         keys = torch.empty(shape, dtype=torch.float32, device=self.device)
         if shape[1] > self.topk_blocks:
             self._ops.block_keys(logits, lens, out=keys, skip_blocks=self.topk_blocks)
         self._ops.topk(
             keys,
             lens,
-            out=table[tile.part],
+            out=tile.of(table),
+            rows=tile.rows,
             per_column=BLOCK_SIZE,
             force_last=True,
             unused=INT32_MAX,
         )
         if out_positions is not None:
-            self._select(logits, inputs, order, tile.part, out_positions)
+            plan = tile.inputs.plan
+            self._select(logits, plan, tile.part, lens, out_positions, rows=tile.rows)
 
     def _select(
         self,
         logits: torch.Tensor,
-        inputs: PrefillIndexerInputs,
-        order: RowOrder,
-        part: slice,
+        plan: PrefillPlan,
+        part: slice | None,
+        lens: torch.Tensor,
         out_positions: torch.Tensor,
+        *,
+        rows: torch.Tensor | None = None,
         blocks: torch.Tensor | None = None,
     ) -> None:
         """Positions of some rows, of dense logits or of those of their blocks."""
-        starts = inputs.plan.request_starts
+        starts, requests = plan.request_starts, None
+        if starts is not None:
+            requests = plan.request_of_row if part is None else plan.request_of_row[part]
         self._ops.topk(
             logits,
-            order.lens[part],
-            out=out_positions,
-            rows=order.rows[part],
+            lens,
+            out=out_positions if part is None else out_positions[part],
+            rows=rows,
             blocks=blocks,
-            request_of_row=None if starts is None else inputs.plan.request_of_row,
+            request_of_row=requests,
             request_starts=starts,
         )
 
-    def _empty_table(self, plan: PrefillPlan, n: int) -> tuple[RowOrder, torch.Tensor]:
-        """The order of a plan's rows, and a table for them.
-
-        DeepGEMM has a kernel for each width of a table, so contexts must not change it.
-        """
+    def _empty_table(self, rows: int, n: int) -> torch.Tensor:
+        """DeepGEMM has a kernel for each width of a table, so contexts must not change it."""
         with self._lasting():
-            shape = (plan.num_rows, n)
-            return row_order(plan), torch.empty(shape, dtype=torch.int32, device=self.device)
+            return torch.empty((rows, n), dtype=torch.int32, device=self.device)
 
-    def _schedules(
-        self, plan: PrefillPlan, order: RowOrder, table: torch.Tensor, pages: Pages
-    ) -> Schedules:
+    def _schedules(self, plan: PrefillPlan, table: torch.Tensor, pages: Pages) -> Schedules:
         api, budget = self._deep_gemm, self.memory_budget
-        return make_schedules(api, plan, order, table, pages, budget=budget, lasting=self._lasting)
-
-    def _expect(
-        self,
-        inputs: PrefillIndexerInputs,
-        out_positions: torch.Tensor | None,
-        *,
-        wanted: bool = False,
-    ) -> None:
-        expect_call(self, inputs, out_positions, wanted=wanted)
-        self._deep_gemm.expect_dense(inputs)
+        return make_schedules(api, plan, table, pages, budget=budget, lasting=self._lasting)
