@@ -29,7 +29,7 @@ from sparse_indexer.testing import make_inputs, random_keys, random_queries, wit
 DEVICE = torch.device("cuda:0")
 CONTEXT, TOPK, BLOCKS = 262_144, 512, 2048
 ROWS = (128, 2048, 8192)
-CALLS, BURST = 400, 4  # timed calls of each; as many without a synchronization
+CALLS, BURST = 100, 4  # timed calls of each; as many without a synchronization
 CHUNK, CONSUMERS = 16_384, 4  # rows of a chunk, consumer layers: of the memory table
 MiB = 1 << 20
 
