@@ -38,20 +38,20 @@ struct FusedCandidateLogits {
     int quad;
     int count;            // entries of the quad
     int first;            // packed block of the request
-    int next;             // tile
-    uint32_t next_entry;  // this lane's of the unit after the one entered last
-    uint32_t entry;       // and of that one
-    uint32_t mine;        // which of its entries this warp's row has
+    int unit;             // of the tile entered last
+    uint32_t entry;       // this lane's of that unit
+    uint32_t next_entry;  // and of the one after it
+    uint32_t mine;        // which of the unit's entries this warp's row has
     int rank;             // blocks that the row has before them
 
-    __device__ __forceinline__ Tiles(const Params& p, int quad, int first_tile)
+    __device__ __forceinline__ Tiles(const Params& p, int quad, int first_unit)
         : p(p),
           quad(quad),
           count(p.counts[2 * quad]),
           first(p.quad_first[quad]),
-          next(first_tile),
-          next_entry(entry_of(first_tile / kUnitTiles)),
+          unit(first_unit - 1),
           entry(0),
+          next_entry(entry_of(first_unit)),
           mine(0),
           rank(0) {}
 
@@ -61,22 +61,21 @@ struct FusedCandidateLogits {
       return index < count ? __ldg(p.entries + quad * p.entries_stride + index) : 0;
     }
     __device__ __forceinline__ void enter(int tile) {
-      if (tile % kUnitTiles == 0) {
-        const int unit = tile / kUnitTiles, row = Scoring::row();
-        entry = next_entry;
-        next_entry = entry_of(unit + 1);
-        mine = __ballot_sync(~0u, entry >> (kIdBits + row) & 1);
-        rank = __ldg(p.ranks + (quad * p.ranks_stride + unit) * 4 + row);
-      }
-      next = tile + 1;
+      if (tile % kUnitTiles != 0) return;
+      const int row = Scoring::row();
+      unit = tile / kUnitTiles;
+      entry = next_entry;
+      next_entry = entry_of(unit + 1);
+      mine = __ballot_sync(~0u, entry >> (kIdBits + row) & 1);
+      rank = __ldg(p.ranks + (quad * p.ranks_stride + unit) * 4 + row);
     }
-    __device__ __forceinline__ int next_block(int j) const {
-      const int at = next % kUnitTiles;
-      const uint32_t its = __shfl_sync(~0u, at == 0 ? next_entry : entry, at * kTileBlocks + j);
+    __device__ __forceinline__ int block(int tile, int j) const {
+      const uint32_t own = tile / kUnitTiles == unit ? entry : next_entry;
+      const uint32_t its = __shfl_sync(~0u, own, tile % kUnitTiles * kTileBlocks + j);
       return min(first + static_cast<int>(its & ((1u << kIdBits) - 1)), p.num_blocks - 1);
     }
-    __device__ __forceinline__ bool wants(int j) const {
-      return mine >> ((next - 1) % kUnitTiles * kTileBlocks + j) & 1;
+    __device__ __forceinline__ bool wants(int tile, int j) const {
+      return mine >> (tile % kUnitTiles * kTileBlocks + j) & 1;
     }
     __device__ __forceinline__ void write(int tile, float logit) const {
       const int lane = threadIdx.x % 32, at = tile % kUnitTiles * kTileBlocks + lane / 8;
@@ -92,7 +91,7 @@ struct FusedCandidateLogits {
     find_part<kThreads>(p.quads, UnitsOf{p}, s.part);
     __syncthreads();  // the part is there
     for_each_group(s.part, UnitsOf{p}, [&](int quad, int first, int stop) {
-      Tiles tiles(p, quad, first * kUnitTiles);
+      Tiles tiles(p, quad, first);
       const int last = min(stop * kUnitTiles, (tiles.count + kTileBlocks - 1) / kTileBlocks);
       Scoring::score(p, s, int64_t(quad) * 4 + Scoring::row(), tiles, first * kUnitTiles, last);
     });

@@ -43,18 +43,15 @@ struct FusedLogits {
     float* out;  // this warp's row
     int len;     // positions of it that are written
     int first;   // packed block of the request
-    int next;    // tile
-    int seen;    // blocks of the tile entered last that hold any of them
     int newest;  // block that holds the last position that the row sees
 
-    __device__ __forceinline__ void enter(int tile) {
-      next = tile + 1;
-      seen = (len - tile * kTile + 7) >> 3;
+    __device__ __forceinline__ void enter(int) const {}
+    __device__ __forceinline__ int block(int tile, int j) const {
+      return min(first + tile * kTileBlocks + j, p.num_blocks - 1);  // past the keys: anything
     }
-    __device__ __forceinline__ int next_block(int j) const {
-      return min(first + next * kTileBlocks + j, p.num_blocks - 1);  // past the keys: anything
+    __device__ __forceinline__ bool wants(int tile, int j) const {
+      return (tile * kTileBlocks + j) * 8 < len;
     }
-    __device__ __forceinline__ bool wants(int j) const { return j < seen; }
     __device__ __forceinline__ void write(int tile, float logit) const {
       const int position = tile * kTile + static_cast<int>(threadIdx.x % 32);
       if constexpr (!BlockKeys) {
@@ -78,13 +75,8 @@ struct FusedLogits {
     __syncthreads();  // the part is there
     for_each_group(s.part, TilesOf{p}, [&](int group, int first, int stop) {
       const int64_t slot = int64_t(group) * kRows + Scoring::row();
-      Tiles tiles{p,
-                  p.out + slot * p.out_stride,
-                  written(p, slot),
-                  __ldg(p.quad_first + slot / 4),
-                  first,
-                  0,
-                  (__ldg(p.slot_lens + slot) - 1) >> 3};
+      const Tiles tiles{p, p.out + slot * p.out_stride, written(p, slot),
+                        __ldg(p.quad_first + slot / 4), (__ldg(p.slot_lens + slot) - 1) >> 3};
       Scoring::score(p, s, slot, tiles, first, stop);
     });
   }

@@ -56,20 +56,6 @@ struct FusedScoring {
 
   using Loaded = uint4[kChunks];
 
-  static __device__ __forceinline__ void load(const uint8_t* keys, const int (&blocks)[kChunks],
-                                              Loaded& loaded) {
-#pragma unroll
-    for (int i = 0; i < kChunks; ++i) {
-      const uint8_t* block = keys + int64_t(blocks[i]) * kBlockBytes;
-      loaded[i] = __ldg(reinterpret_cast<const uint4*>(block) + threadIdx.x % kChunksOfBlock);
-    }
-  }
-
-  // Block of the tile that chunk i of this thread is of.
-  static __device__ __forceinline__ int block_of_chunk(int i) {
-    return (threadIdx.x + i * kThreads) / kChunksOfBlock;
-  }
-
   static __device__ __forceinline__ void store(uint8_t* tile, const Loaded& loaded) {
     if constexpr (kWiden) {
       static_assert(kChunks == 1, "16 dims become two chunks of 8");
@@ -109,10 +95,10 @@ struct FusedScoring {
 
   // Scores tiles first ... stop - 1 for the rows of a CTA; this warp's is `slot`, four slots a
   // quad. `tiles` knows them:
-  //   enter(tile)         called before anything else is asked of a tile, tile after tile
-  //   next_block(j)       packed block j of the tile after the last one entered
-  //   wants(j)            whether this warp's row needs block j; the same in all lanes
-  //   write(tile, logit)  called by a row's first warp: lane l has position l of the tile
+  //   enter(tile)         called before a tile is scored, tile after tile
+  //   block(tile, j)      packed block j of a tile: the first, the one entered last, or the next
+  //   one wants(tile, j)      whether this warp's row needs it; the same in all lanes write(tile,
+  //   logit)  called by a row's first warp: lane l has position l of the tile
   template <typename P, typename Tiles>
   static __device__ __forceinline__ void score(const P& p, Shared& s, int64_t slot, Tiles& tiles,
                                                int first, int stop) {
@@ -129,31 +115,31 @@ struct FusedScoring {
         p.weights + slot * Heads + group * 32, kFactor);
 
     Loaded loaded;
-    float next_scale = 0.0f;
-    auto load_next = [&] {
-      int blocks[kChunks];
+    auto load_tile = [&](int tile) {
 #pragma unroll
-      for (int i = 0; i < kChunks; ++i) blocks[i] = tiles.next_block(block_of_chunk(i));
-      load(p.keys, blocks, loaded);
-      const uint8_t* block = p.keys + int64_t(tiles.next_block(lane / 8)) * kBlockBytes;
-      next_scale = __ldg(
-          reinterpret_cast<const float*>(block + packed_keys::value_bytes(kKeyBytes)) + lane % 8);
+      for (int i = 0; i < kChunks; ++i) {
+        const int block = tiles.block(tile, (threadIdx.x + i * kThreads) / kChunksOfBlock);
+        const uint8_t* from = p.keys + int64_t(block) * kBlockBytes;
+        loaded[i] = __ldg(reinterpret_cast<const uint4*>(from) + threadIdx.x % kChunksOfBlock);
+      }
     };
-    load_next();
+    load_tile(first);
     store(s.keys[0], loaded);
     __syncthreads();  // the first tile is there, sums of a group before have been read
 #pragma unroll 1
     for (int tile = first; tile < stop; ++tile) {
       const int buffer = (tile - first) & 1;
       const bool more = tile + 1 < stop;
-      const float scale = next_scale;
       tiles.enter(tile);
-      if (more) load_next();
+      if (more) load_tile(tile + 1);
+      const uint8_t* block = p.keys + int64_t(tiles.block(tile, lane / 8)) * kBlockBytes;
+      const float scale = __ldg(
+          reinterpret_cast<const float*>(block + packed_keys::value_bytes(kKeyBytes)) + lane % 8);
       const uint32_t keys = static_cast<uint32_t>(__cvta_generic_to_shared(s.keys[buffer]));
 #pragma unroll
       for (int j = 0; j < kOwnBlocks; j += MmaSync::kBlocks) {
-        bool wanted = tiles.wants(own + j);
-        if (MmaSync::kBlocks == 2) wanted = wanted || tiles.wants(own + j + 1);
+        bool wanted = tiles.wants(tile, own + j);
+        if (MmaSync::kBlocks == 2) wanted = wanted || tiles.wants(tile, own + j + 1);
         if (!wanted) continue;
         const float sum = mma.template score<HalfScores>(keys + (own + j) * kHalfBlockBytes);
         if (MmaSync::is_first()) {
