@@ -40,7 +40,7 @@ LENS = [
     [0, 0],
     [257, 0, 0, 0, 0, 0, 0, 0, 3],
 ]
-ROWS, WIDTH = sum(map(len, LENS)), 1000
+ROWS, WIDTH = sum(map(len, LENS)), 1000  # the longest
 FORMS: list[tuple[KeyFormat, KeyFormat]] = [  # of keys and of queries
     ("fp8", "fp8"),
     ("fp4", "fp4"),
@@ -61,8 +61,9 @@ def code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 def inputs_of(
     keys: Sequence[FlatIndexK],
     queries: tuple[IndexQ, torch.Tensor],
-    lens: Sequence[Sequence[int]] = LENS,
+    lens: Sequence[Sequence[int]] | None = None,
 ) -> PrefillIndexerInputs:
+    lens = LENS if lens is None else lens
     flat = [n for request in lens for n in request]
     return make_inputs(*queries, keys, [n - 1 for n in flat], [len(request) for request in lens])
 
@@ -90,8 +91,11 @@ def oracle(inputs: PrefillIndexerInputs) -> torch.Tensor:
     return indexer.dense_logits(inputs)
 
 
-def seen(inputs: PrefillIndexerInputs, columns: int = WIDTH) -> torch.Tensor:
-    return torch.arange(columns, device=DEVICE) < inputs.plan.compressed_lens[:, None]
+def seen(inputs: PrefillIndexerInputs) -> torch.Tensor:
+    return (
+        torch.arange(max(inputs.plan.context_lens), device=DEVICE)
+        < inputs.plan.compressed_lens[:, None]
+    )
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -119,9 +123,10 @@ def magnitudes(inputs: PrefillIndexerInputs, forms: tuple[KeyFormat, KeyFormat])
             return (values.view(torch.uint8) & 0x7F).view(values.dtype)
         return values.abs()
 
-    keys = [k._replace(values=without_signs(k.values)) if isinstance(k, tuple) else
-            FlatIndexK(without_signs(k.values), k.scales, k.format)
-            for k in keys_of(random_keys, forms[0])]  # fmt: skip
+    keys = [
+        FlatIndexK(without_signs(k.values), k.scales, k.format)
+        for k in keys_of(random_keys, forms[0])
+    ]
     q = inputs.index_q
     queries = IndexQ(without_signs(q.values), q.scales), inputs.head_weights.abs()
     return oracle(inputs_of(keys, queries))

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels for Volta and Turing without a GPU: their text, compiled for and run by the CPU."""
+
+from pathlib import Path
+
+import pytest
+from jit_support import needs_gxx, run_python
+
+# In a process of its own, whose libcuda.so.1 runs kernels.
+SCRIPT = """
+from emulation import emulate
+from sparse_indexer.jit.kernel import all_kernels
+names = ["row_quads", "index_k", "index_q", "candidate_quads"]
+names += ["fused_logits", "fused_block_keys", "fused_candidate_logits"]
+emulate([all_kernels()[name] for name in names], {capability}, Path({folder!r}))
+
+import fused_support, test_fused_scoring as tests
+fused_support.DEVICE = tests.DEVICE = torch.device("cpu")
+tests.LENS = [[0, 1, 7, 8, 9, 31, 32, 33, 64, 65, 100], [], [304 - 13 * i for i in range(11)], [5]]
+tests.ROWS, tests.WIDTH = sum(map(len, tests.LENS)), 304
+"""
+CALLS = {
+    "exact data": 'test_exact_data(("fp8", "fp8"), 32)',
+    "exact data, 64 heads": 'test_exact_data(("fp8", "fp8"), 64)',
+    "exact data in halves": 'test_exact_data(("bf16", "fp4"), 40)',
+    "random data": 'test_random_data(("fp4", "fp4"), 64)',
+    "random data in halves": 'test_random_data(("fp16", "fp16"), 32)',
+    "block keys": 'test_block_keys_are_the_maxima_of_the_logits(("fp8", "fp8"), 32, False)',
+    "candidates": 'test_logits_of_candidates(("fp8", "fp8"), 32, False, 0.4)',
+    "candidates, 64 heads": 'test_logits_of_candidates(("bf16", "bf16"), 64, True, 0.4)',
+    "half scores": 'test_half_scores("fp16", 64)',
+    "half scores of e4m3": 'test_half_scores("fp8", 32)',
+    "NaN": 'test_nan_and_infinity("fp8", 32)',
+    "infinity": 'test_nan_and_infinity("bf16", 64)',
+    "nothing": "test_nothing_to_score([[0, 0, 0]])",
+}
+
+
+@needs_gxx
+@pytest.mark.parametrize("capability", [70, 75])
+def test_emulated(capability: int, tmp_path: Path) -> None:
+    """Both layouts of fragments, and all around them, by the definition of the instructions."""
+    script = SCRIPT.format(capability=capability, folder=str(tmp_path))
+    script += "".join(f"tests.{call}\nprint({name!r})\n" for name, call in CALLS.items())
+    assert run_python(script).splitlines() == list(CALLS)
