@@ -10,8 +10,8 @@
 // depends on its row and its position alone: it has the same bits in every kernel and any grid.
 //
 // Widened e4m3 are 2^-8 times their value, in queries as in keys; weights make up for it. With
-// HalfScores each head's score, of what was widened, is rounded to float16 as by a GEMM that writes
-// float16.
+// HalfScores each head's score is rounded to float16 as by a GEMM that writes float16: of e4m3 as
+// it is, of halves 2^-8 of it, since index_k makes those of bfloat16 up to 2^7.
 #pragma once
 
 #include "kernels/fused_scoring.h"
@@ -33,10 +33,12 @@ struct FusedScoring {
   static constexpr int kChunks = kTileBlocks * packed_keys::value_bytes(kKeyBytes) / 16 / kThreads;
   static constexpr int kChunksOfBlock = packed_keys::value_bytes(kKeyBytes) / 16;
   static constexpr int kWarpsOfRow = kWarps / Rows;
-  static constexpr int kHeadGroups = Heads / 32;                  // a warp each
-  static constexpr int kSplit = kWarpsOfRow / kHeadGroups;        // ways to share a row's blocks
-  static constexpr int kOwnBlocks = kTileBlocks / kSplit;         // of a tile, a warp's
-  static constexpr float kFactor = kWiden ? 2.0f * 65536 : 2.0f;  // weights are halved
+  static constexpr int kHeadGroups = Heads / 32;            // a warp each
+  static constexpr int kSplit = kWarpsOfRow / kHeadGroups;  // ways to share a row's blocks
+  static constexpr int kOwnBlocks = kTileBlocks / kSplit;   // of a tile, a warp's
+  static constexpr int kHalfShift = kWiden ? 0 : 8;
+  // Of weights, which are halved.
+  static constexpr float kFactor = 2.0f * (kWiden ? 65536 : HalfScores ? 1 << kHalfShift : 1);
   static_assert(kTileBlocks == 4, "a lane is one of a tile's 32 positions");
   static_assert(kChunks * kThreads * 16 == kTileBlocks * packed_keys::value_bytes(kKeyBytes),
                 "every thread loads the same");
@@ -141,7 +143,8 @@ struct FusedScoring {
         bool wanted = tiles.wants(tile, own + j);
         if (MmaSync::kBlocks == 2) wanted = wanted || tiles.wants(tile, own + j + 1);
         if (!wanted) continue;
-        const float sum = mma.template score<HalfScores>(keys + (own + j) * kHalfBlockBytes);
+        const float sum =
+            mma.template score<HalfScores, kHalfShift>(keys + (own + j) * kHalfBlockBytes);
         if (MmaSync::is_first()) {
           s.sums[buffer][row()][group][(own + j) * 8 + MmaSync::position()] = sum;
         }

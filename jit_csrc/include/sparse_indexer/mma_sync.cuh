@@ -22,10 +22,11 @@ __device__ __forceinline__ float relu(float x) {
   return __int_as_float(max(__float_as_int(x), 0));
 }
 
-// relu of a head's score; HalfScores: of the score rounded to float16.
-template <bool HalfScores>
+// relu of a head's score, or of 2^-Shift times the score rounded to float16.
+template <bool HalfScores, int Shift>
 __device__ __forceinline__ float relu_of_score(float score) {
-  return relu(HalfScores ? float_of_half(half_bits(score)) : score);
+  if constexpr (!HalfScores) return relu(score);
+  return relu(float_of_half(half_bits(score * (1.0f / (1 << Shift)))));
 }
 
 __device__ __forceinline__ float sum_with_lane(float x, int mask) {
@@ -68,7 +69,7 @@ struct M16n8k8 {
   static __device__ __forceinline__ bool is_first() { return threadIdx.x % 32 < 8; }
 
   // `keys` is the shared address of a block.
-  template <bool HalfScores>
+  template <bool HalfScores, int Shift>
   __device__ __forceinline__ float score(uint32_t keys) const {
     float d[2][4] = {};
 #pragma unroll
@@ -84,10 +85,10 @@ struct M16n8k8 {
     float sums[2];
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      sums[c] = __fmul_rn(relu_of_score<HalfScores>(d[0][c]), weights[0][0]);
-      sums[c] = __fmaf_rn(relu_of_score<HalfScores>(d[0][2 + c]), weights[0][1], sums[c]);
-      sums[c] = __fmaf_rn(relu_of_score<HalfScores>(d[1][c]), weights[1][0], sums[c]);
-      sums[c] = __fmaf_rn(relu_of_score<HalfScores>(d[1][2 + c]), weights[1][1], sums[c]);
+      sums[c] = __fmul_rn(relu_of_score<HalfScores, Shift>(d[0][c]), weights[0][0]);
+      sums[c] = __fmaf_rn(relu_of_score<HalfScores, Shift>(d[0][2 + c]), weights[0][1], sums[c]);
+      sums[c] = __fmaf_rn(relu_of_score<HalfScores, Shift>(d[1][c]), weights[1][0], sums[c]);
+      sums[c] = __fmaf_rn(relu_of_score<HalfScores, Shift>(d[1][2 + c]), weights[1][1], sums[c]);
     }
     return sum_with_lane(sum_with_lane(keep_one(sums[0], sums[1], 4), 8), 16);
   }
@@ -143,7 +144,7 @@ struct M8n8k4 {
   static __device__ __forceinline__ bool is_first() { return threadIdx.x % 32 < 16; }
 
   // `keys` is the shared address of two blocks.
-  template <bool HalfScores>
+  template <bool HalfScores, int Shift>
   __device__ __forceinline__ float score(uint32_t keys) const {
     const int lane = threadIdx.x % 32;
     const int i = lane % 4 + lane / 16 * 4;
@@ -166,10 +167,10 @@ struct M8n8k4 {
     for (int c = 0; c < 4; ++c) {
       const int j = c / 2 * 4 + c % 2;
       float& sum = sums[c / 2][c % 2];
-      sum = __fmul_rn(relu_of_score<HalfScores>(d[0][j]), weights[0][0]);
-      sum = __fmaf_rn(relu_of_score<HalfScores>(d[0][j + 2]), weights[0][1], sum);
-      sum = __fmaf_rn(relu_of_score<HalfScores>(d[1][j]), weights[1][0], sum);
-      sum = __fmaf_rn(relu_of_score<HalfScores>(d[1][j + 2]), weights[1][1], sum);
+      sum = __fmul_rn(relu_of_score<HalfScores, Shift>(d[0][j]), weights[0][0]);
+      sum = __fmaf_rn(relu_of_score<HalfScores, Shift>(d[0][j + 2]), weights[0][1], sum);
+      sum = __fmaf_rn(relu_of_score<HalfScores, Shift>(d[1][j]), weights[1][0], sum);
+      sum = __fmaf_rn(relu_of_score<HalfScores, Shift>(d[1][j + 2]), weights[1][1], sum);
     }
     const float low = keep_one(sums[0][0], sums[0][1], 1);
     const float high = keep_one(sums[1][0], sums[1][1], 1);

@@ -50,8 +50,9 @@ def fused_logits(
         slot_lens: `[quads, 4]` int32: positions that the slot's row sees.
         quad_first: `[quads]` int32: first packed block of the quad's request.
         out: `[quads * 4, width]` float32, any row stride; positions from `width` on are left out.
-        half_scores: each head's score is rounded to float16, as by a GEMM that writes float16; of
-            e4m3 the score times 2^-16, which cannot overflow.
+        half_scores: each head's score is rounded to float16, as by a GEMM that writes float16: the
+            score of e4m3 values times 2^-16, that of float16 times 2^-8. Only given float16 can
+            overflow then.
     """
     try:
         load(KERNEL, keys.device).fused_logits(
