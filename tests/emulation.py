@@ -30,7 +30,7 @@ def emulate(kernels: Sequence[Kernel], capability: int, folder: Path) -> None:
         if source.suffix in (".h", ".cuh"):
             path = folder / source.relative_to(SOURCES)
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(_calls_for_ptx(source.read_text()))
+            path.write_text(_plain(source.read_text()))
     (folder / "emulated_kernels.h").write_text(_table(kernels))
     library = folder / "libcuda.so.1"
     command = ["g++", "-std=c++17", "-O2", "-shared", "-fPIC", "-w", "-ffp-contract=off"]
@@ -75,8 +75,10 @@ def _table(kernels: Sequence[Kernel]) -> str:
     return "\n".join([*lines, "inline const EmulatedKernel kEmulatedKernels[] = {", *rows, "};\n"])
 
 
-def _calls_for_ptx(text: str) -> str:
-    """Each `asm` with its operands, outputs first, as a call."""
+def _plain(text: str) -> str:
+    """Dynamic shared memory as a pointer; each `asm` with its operands, outputs first, as a call."""
+    dynamic = r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];"
+    text = re.sub(dynamic, r"auto* \2 = static_cast<\1*>(emulated::dynamic_shared);", text)
     parts = []
     while found := re.search(r"\basm(?: volatile)?\s*\(", text):
         end = _closing(text, found.end())

@@ -10,6 +10,8 @@ using tvm::ffi::Optional;
 namespace {
 
 constexpr int64_t kMaxK = 1 << 20;
+// What a CTA may have on every GPU; before 8.0 not much more, and other CTAs want some.
+constexpr int64_t kLeastSharedBytes = 48 * 1024;
 
 // Dynamic shared memory with a number of slabs: all of a row's, or one.
 int64_t shared_bytes(int threads, int64_t slabs) {
@@ -111,14 +113,18 @@ void topk(TensorView keys, TensorView lens, TensorView out, Optional<TensorView>
   // fewer.
   const DeviceKernels& gpu = on_device(device);
   const bool large = key_rows <= gpu.sm_count && width > 8192;
-  const int threads = large ? topk_config::kLargeThreads : topk_config::kSmallThreads;
+  int threads = large ? topk_config::kLargeThreads : topk_config::kSmallThreads;
+  int64_t most = gpu.max_shared_bytes - topk_config::kStaticBytes;
+  if (gpu.capability < 80) {
+    threads = topk_config::kFewestThreads;
+    most = kLeastSharedBytes - topk_config::kStaticBytes;
+  }
   const int64_t slabs =
       (width + threads * topk_config::kOwned - 1) / (threads * topk_config::kOwned);
-  params.kept = shared_bytes(threads, slabs) <= gpu.max_shared_bytes - 1024;
-  const bool whole = same(keys.dtype(), float32);
-  Launch(whole ? (large ? "topk_f32_1024" : "topk_f32_512")
-               : (large ? "topk_bf16_1024" : "topk_bf16_512"),
-         device)
+  params.kept = shared_bytes(threads, slabs) <= most;
+  const std::string symbol =
+      (same(keys.dtype(), float32) ? "topk_f32_" : "topk_bf16_") + std::to_string(threads);
+  Launch(symbol, device)
       .grid(key_rows)
       .block(threads)
       .shared(shared_bytes(threads, params.kept ? slabs : 1))

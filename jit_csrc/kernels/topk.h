@@ -37,10 +37,13 @@ constexpr int kDigitBits = 10;  // twice, for the other 20 bits of a key
 constexpr int kDigitBins = 1 << kDigitBits;
 // Columns that tie in the coarse digit and are settled in shared memory, where the histogram was.
 constexpr int kListed = kCoarseBins / 2;
+constexpr int kFewestThreads = 256;  // a slab fits in 48 KB
 constexpr int kSmallThreads = 512;
 constexpr int kLargeThreads = 1024;
 // The histogram, a digit's histogram, then the upper halves of a row's, or of a slab's, keys.
 constexpr int kFixedBytes = (kCoarseBins + kDigitBins) * 4;
+constexpr int kStaticBytes = 1024;  // at least what a kernel has beside that
+static_assert(kFixedBytes + kFewestThreads * kOwned * 2 + kStaticBytes <= 48 * 1024, "one slab");
 
 }  // namespace topk_config
 }  // namespace sparse_indexer

@@ -73,8 +73,8 @@ int cuKernelSetAttribute(int, int, uintptr_t, int) {
 }
 int cuLaunchKernelEx(const Config* config, uintptr_t handle, void** params, void**) {
   const auto& kernel = *reinterpret_cast<const EmulatedKernel*>(handle);
-  if (config->block[0] != kernel.threads || config->shared != 0) return 1;
-  emulated::run(config->grid[0], kernel.threads, [&] { kernel.run(params[0]); });
+  if (config->block[0] != kernel.threads || config->shared > 48 * 1024) return 1;
+  emulated::run(config->grid[0], kernel.threads, config->shared, [&] { kernel.run(params[0]); });
   return 0;
 }
 int cuStreamIsCapturing(void*, int* out) {

@@ -20,6 +20,7 @@
 #define __device__
 #define __global__
 #define __forceinline__ inline
+#define __noinline__
 #define __shared__ static
 #define __grid_constant__
 #define __launch_bounds__(...)
@@ -106,8 +107,13 @@ inline uint64_t (&own_input())[8] {
   return warps[threadIdx.x / 32].in[threadIdx.x % 32];
 }
 
-inline void run(unsigned grid, unsigned threads, std::function<void()> kernel) {
+inline void* dynamic_shared;
+inline unsigned dynamic_bytes;
+
+inline void run(unsigned grid, unsigned threads, unsigned shared, std::function<void()> kernel) {
   body = std::move(kernel);
+  std::vector<uint4> memory(shared / 16 + 1);
+  dynamic_shared = memory.data(), dynamic_bytes = shared;
   gridDim = {grid, 1, 1}, blockDim = {threads, 1, 1};
   for (unsigned cta = 0; cta < grid; ++cta) {
     blockIdx = {cta, 0, 0};
@@ -158,10 +164,18 @@ T shuffle(T value, From from) {
   })[0]);
 }
 
-// Shared memory has addresses of 32 bits, from here on.
-inline char anchor;
+// Addresses of shared memory have 32 bits; the highest says that it is dynamic.
+constexpr uint32_t kDynamic = 1u << 31;
+inline char anchor[1];
+inline uint32_t address_of(const void* at) {
+  const auto* byte = static_cast<const char*>(at);
+  const auto offset = byte - static_cast<char*>(dynamic_shared);
+  if (offset >= 0 && offset < int(dynamic_bytes)) return static_cast<uint32_t>(offset) | kDynamic;
+  return static_cast<uint32_t>(byte - anchor) & ~kDynamic;
+}
 inline char* of_address(uint32_t address) {
-  return &anchor + static_cast<int32_t>(address);
+  if (address & kDynamic) return static_cast<char*>(dynamic_shared) + (address & ~kDynamic);
+  return anchor + (static_cast<int32_t>(address << 1) >> 1);
 }
 
 // float16 <-> float, to nearest even.
@@ -179,7 +193,7 @@ inline uint16_t half_of_float(float x) {
   if (x >= 65520.0f) return sign | 0x7c00;
   if (x < 0x1p-14f) return sign | static_cast<uint16_t>(std::nearbyint(x * 0x1p24f));
   int exponent;
-  const float mantissa = std::frexp(x, &exponent);  // in [0.5, 1)
+  const float mantissa = std::frexp(x, &exponent);                        // in [0.5, 1)
   const int rounded = static_cast<int>(std::nearbyint(mantissa * 2048));  // 1024 to 2048
   return sign | static_cast<uint16_t>(((exponent + 13) << 10) + rounded);
 }
@@ -241,13 +255,19 @@ T atomicMax(T* at, T value) {
   return before;
 }
 template <typename T>
+T atomicMin(T* at, T value) {
+  const T before = *at;
+  if (value < before) *at = value;
+  return before;
+}
+template <typename T>
 T atomicOr(T* at, T value) {
   const T before = *at;
   *at |= value;
   return before;
 }
 inline size_t __cvta_generic_to_shared(const void* at) {
-  return static_cast<uint32_t>(static_cast<const char*>(at) - &emulated::anchor);
+  return emulated::address_of(at);
 }
 
 template <typename T>
@@ -306,6 +326,9 @@ inline void ptx_cvt_f32_f16(float& x, uint16_t half) {
   x = emulated::positive_nan(emulated::float_of_half(half));
 }
 
+inline void ptx_red_shared_add_u32(uint32_t address) {
+  ++*reinterpret_cast<uint32_t*>(emulated::of_address(address));
+}
 inline void ptx_ld_shared_v4_u32(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d,
                                  uint32_t address) {
   uint32_t words[4];
@@ -347,7 +370,7 @@ inline void ptx_mma_sync_aligned_m16n8k8_row_col_f32_f16_f16_f32(float& d0, floa
                                                                  float& d3, uint32_t a0,
                                                                  uint32_t a1, uint32_t b) {
   using emulated::pack;
-  uint64_t(&in)[8] = emulated::own_input();
+  uint64_t (&in)[8] = emulated::own_input();
   const uint64_t own[7] = {pack(d0), pack(d1), pack(d2), pack(d3), a0, a1, b};
   std::memcpy(in, own, sizeof own);
   const uint64_t* out = emulated::with_warp([](emulated::Warp& warp) {
@@ -378,12 +401,14 @@ inline void ptx_mma_sync_aligned_m16n8k8_row_col_f32_f16_f16_f32(float& d0, floa
 // each four neighbors do one product. With r = lane % 4 + 4 (lane / 16), A row-major holds row r,
 // columns 0 to 3; B column-major column r, rows 0 to 3; element i of C row
 // lane % 2 + i / 2 % 2 * 2 + 4 (lane / 16), column i / 4 * 4 + lane / 2 % 2 * 2 + i % 2.
-inline void ptx_mma_sync_aligned_m8n8k4_row_col_f32_f16_f16_f32(
-    float& d0, float& d1, float& d2, float& d3, float& d4, float& d5, float& d6, float& d7,
-    uint32_t a0, uint32_t a1, uint32_t b0, uint32_t b1) {
+inline void ptx_mma_sync_aligned_m8n8k4_row_col_f32_f16_f16_f32(float& d0, float& d1, float& d2,
+                                                                float& d3, float& d4, float& d5,
+                                                                float& d6, float& d7, uint32_t a0,
+                                                                uint32_t a1, uint32_t b0,
+                                                                uint32_t b1) {
   using emulated::pack;
   float* const d[8] = {&d0, &d1, &d2, &d3, &d4, &d5, &d6, &d7};
-  uint64_t(&in)[8] = emulated::own_input();
+  uint64_t (&in)[8] = emulated::own_input();
   for (int i = 0; i < 4; ++i) in[i] = pack(*d[2 * i]) | pack(*d[2 * i + 1]) << 32;
   in[4] = a0 | uint64_t(a1) << 32, in[5] = b0 | uint64_t(b1) << 32;
   const uint64_t* out = emulated::with_warp([](emulated::Warp& warp) {

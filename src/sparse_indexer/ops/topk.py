@@ -13,7 +13,7 @@ KERNEL = Kernel(
     {
         f"topk_{name}_{threads}": f"sparse_indexer::Topk<{key}, {threads}>"
         for name, key in (("f32", "float"), ("bf16", "sparse_indexer::BFloat16"))
-        for threads in (512, 1024)
+        for threads in (256, 512, 1024)
     },
 )
 
