@@ -76,7 +76,7 @@ def _table(kernels: Sequence[Kernel]) -> str:
 
 
 def _plain(text: str) -> str:
-    """Dynamic shared memory as a pointer; each `asm` with its operands, outputs first, as a call."""
+    """Dynamic shared memory as a pointer, each `asm` as a call with its operands, outputs first."""
     dynamic = r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];"
     text = re.sub(dynamic, r"auto* \2 = static_cast<\1*>(emulated::dynamic_shared);", text)
     parts = []

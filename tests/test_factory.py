@@ -96,7 +96,7 @@ def test_the_support_matrix_is_this() -> None:
     assert {name: BACKENDS[name].capabilities for name in WORDS} == WORDS
     assert BACKENDS["mask"].make is MaskIndexer
     released = [name for name, spec in BACKENDS.items() if spec.make is not None]
-    assert released == ["sm90", "mask"]
+    assert released == ["sm90", "sm70", "mask"]
 
 
 @pytest.mark.parametrize("backend", ["auto", "mask"])

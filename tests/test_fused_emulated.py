@@ -36,6 +36,33 @@ CALLS = {
 }
 
 
+BACKEND = """
+from emulation import emulate
+from sparse_indexer.backends.sm70 import Sm70Indexer
+from sparse_indexer.jit.kernel import all_kernels
+from sparse_indexer.lasting import LastingMemory
+from sparse_indexer.testing import check_backend
+names = ["row_quads", "index_k", "index_q", "candidate_quads", "topk"]
+names += ["fused_block_keys", "fused_candidate_logits"]
+emulate([all_kernels()[name] for name in names], {capability}, Path({folder!r}))
+indexer = object.__new__(Sm70Indexer)  # which otherwise expects a GPU
+indexer.device, indexer.memory_budget = torch.device("cpu"), 1 << 20
+indexer.topk, indexer.topk_blocks = 4, 6
+indexer._lasting = LastingMemory(indexer.device)
+report = check_backend(indexer, formats=[{form!r}], tolerance=2e-5)
+report.raise_if_failed()
+print(report.backend, report.selecting_rows > 80)
+"""
+
+
+@needs_gxx
+@pytest.mark.parametrize(("capability", "form"), [(70, "fp8"), (75, "bf16")])
+def test_emulated_backend(capability: int, form: str, tmp_path: Path) -> None:
+    """It passes the conformance kit."""
+    script = BACKEND.format(capability=capability, form=form, folder=str(tmp_path))
+    assert run_python(script) == "sm70 True\n"
+
+
 @needs_gxx
 @pytest.mark.parametrize("capability", [70, 75])
 def test_emulated(capability: int, tmp_path: Path) -> None:

@@ -116,6 +116,10 @@ struct FusedScoring {
         },
         p.weights + slot * Heads + group * 32, kFactor);
 
+    // Where this lane's sums of the first buffer go.
+    float* const sums = s.sums[0][row()][group] + own * 8 + MmaSync::position();
+    constexpr int kBufferSums = Rows * kHeadGroups * 32;
+
     Loaded loaded;
     auto load_tile = [&](int tile) {
 #pragma unroll
@@ -146,7 +150,7 @@ struct FusedScoring {
         const float sum =
             mma.template score<HalfScores, kHalfShift>(keys + (own + j) * kHalfBlockBytes);
         if (MmaSync::is_first()) {
-          s.sums[buffer][row()][group][(own + j) * 8 + MmaSync::position()] = sum;
+          sums[buffer * kBufferSums + j * 8] = sum;
         }
       }
       if (more) store(s.keys[buffer ^ 1], loaded);
