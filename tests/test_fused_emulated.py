@@ -36,6 +36,30 @@ CALLS = {
 }
 
 
+TOPK = """
+from emulation import emulate
+from sparse_indexer.jit.kernel import all_kernels
+emulate([all_kernels()["topk"]], 75, Path({folder!r}))
+import test_topk as tests
+tests.DEVICE = torch.device("cpu")
+for width, k in ((7, 3), (2049, 2048), (8000, 500), (16_384, 512), (32_768, 2048)):
+    tests.test_random_keys(width, k, torch.float32)
+    tests.test_random_keys(width, k, torch.bfloat16)
+for name in tests.PATTERNS:
+    tests.test_hard_rows(8000, 700, name)  # kept in shared memory
+    tests.test_hard_rows(16_384, 512, name)  # read again
+tests.test_block_keys_count_positions_and_force_the_newest()
+tests.test_maps_through_blocks_starts_and_pages()
+print("done")
+"""
+
+
+@needs_gxx
+def test_emulated_topk_within_48_kilobytes(tmp_path: Path) -> None:
+    """More is no launch; see emulated_cuda.cc."""
+    assert run_python(TOPK.format(folder=str(tmp_path))) == "done\n"
+
+
 BACKEND = """
 from emulation import emulate
 from sparse_indexer.backends.sm70 import Sm70Indexer

@@ -278,6 +278,10 @@ template <typename T>
 T max(T a, T b) {
   return a > b ? a : b;
 }
+inline float larger(float x, float y) {  // drops a NaN, a signaling one, too
+  return std::isnan(x) || y > x ? y : x;
+}
+#define fmaxf larger
 inline int __popc(unsigned x) {
   return __builtin_popcount(x);
 }
