@@ -41,9 +41,14 @@ __device__ __forceinline__ float keep_one(float x, float y, int mask) {
 // Turing. g = lane / 4, t = lane % 4. Queries: heads g and g + 8, dims 2t and 2t + 1. Keys:
 // position g, the same dims. Sums: heads g and g + 8, positions 2t and 2t + 1.
 struct M16n8k8 {
-  static constexpr int kMinBlocks = 2;  // CTAs of 256 threads an SM has registers for
-  static constexpr int kBlocks = 1;     // scored at a time
-  uint32_t queries[2][16][2];           // heads by 16, dims by 8
+  // CTAs of 256 threads an SM should have registers for.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+  static constexpr int kMinBlocks = 1;  // there some would be spilled
+#else
+  static constexpr int kMinBlocks = 2;
+#endif
+  static constexpr int kBlocks = 1;  // scored at a time
+  uint32_t queries[2][16][2];        // heads by 16, dims by 8
   float weights[2][2];
 
   // pair(head, dim): two dims of a query in halves. `of_heads`: a weight for each of the 32 heads.
