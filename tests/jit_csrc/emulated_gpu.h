@@ -6,6 +6,7 @@
 // `asm("op.a.b ..." : outs : ins)` into `ptx_op_a_b(outs, ins)`.
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cmath>
@@ -59,21 +60,23 @@ struct Warp {
 };
 
 struct Fiber {
-  ucontext_t context;
-  std::unique_ptr<char[]> stack;
-  bool done = false;
+  ucontext_t begin;
+  jmp_buf at;  // where it goes on; a jump asks nothing of the kernel, as swapcontext does
+  bool started = false, done = false;
 };
 
+constexpr size_t kStack = 128 * 1024;
+inline std::vector<std::unique_ptr<char[]>> stacks;  // of any CTA
 inline std::vector<Fiber> fibers;
 inline std::vector<Warp> warps;
-inline ucontext_t scheduler;
+inline jmp_buf scheduler;
 inline std::function<void()> body;
 inline int waiting, phase, running;  // of the CTA; threads that are not done
 inline bool progress;
 
 inline void yield() {
   const unsigned own = threadIdx.x;
-  swapcontext(&fibers[own].context, &scheduler);
+  if (_setjmp(fibers[own].at) == 0) _longjmp(scheduler, 1);
   threadIdx.x = own;
 }
 
@@ -81,7 +84,17 @@ inline void start() {
   body();
   fibers[threadIdx.x].done = progress = true;
   --running;
-  swapcontext(&fibers[threadIdx.x].context, &scheduler);
+  _longjmp(scheduler, 1);
+}
+
+// Lets a thread run until it waits.
+__attribute__((noinline)) inline void resume(unsigned thread) {
+  Fiber& fiber = fibers[thread];
+  threadIdx = {thread, 0, 0};
+  if (_setjmp(scheduler) != 0) return;
+  if (fiber.started) _longjmp(fiber.at, 1);
+  fiber.started = true;
+  setcontext(&fiber.begin);
 }
 
 inline void barrier() {
@@ -120,20 +133,18 @@ inline void run(unsigned grid, unsigned threads, unsigned shared, std::function<
     fibers.clear(), fibers.resize(threads);
     warps.clear(), warps.resize((threads + 31) / 32);
     waiting = phase = 0, running = static_cast<int>(threads);
-    for (Fiber& fiber : fibers) {
-      constexpr size_t kStack = 128 * 1024;
-      fiber.stack.reset(new char[kStack]);
-      getcontext(&fiber.context);
-      fiber.context.uc_stack.ss_sp = fiber.stack.get();
-      fiber.context.uc_stack.ss_size = kStack;
-      makecontext(&fiber.context, start, 0);
+    while (stacks.size() < threads) stacks.emplace_back(new char[kStack]);
+    for (unsigned i = 0; i < threads; ++i) {
+      ucontext_t& context = fibers[i].begin;
+      getcontext(&context);
+      context.uc_stack.ss_sp = stacks[i].get();
+      context.uc_stack.ss_size = kStack;
+      makecontext(&context, start, 0);
     }
     while (running > 0) {
       progress = false;
       for (unsigned i = 0; i < threads; ++i) {
-        if (fibers[i].done) continue;
-        threadIdx = {i, 0, 0};
-        swapcontext(&scheduler, &fibers[i].context);
+        if (!fibers[i].done) resume(i);
       }
       if (!progress) {
         std::fprintf(stderr, "deadlock in CTA %u\n", cta);
