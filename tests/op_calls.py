@@ -13,6 +13,9 @@ from sparse_indexer.ops.candidate_logits import candidate_logits
 from sparse_indexer.ops.candidate_quads import candidate_quads
 from sparse_indexer.ops.candidate_table import candidate_table
 from sparse_indexer.ops.dense_block_keys import dense_block_keys
+from sparse_indexer.ops.fused_block_keys import fused_block_keys
+from sparse_indexer.ops.fused_candidate_logits import fused_candidate_logits
+from sparse_indexer.ops.fused_logits import fused_logits
 from sparse_indexer.ops.index_k import index_k
 from sparse_indexer.ops.index_q import index_q
 from sparse_indexer.ops.kv_gather import kv_gather
@@ -144,5 +147,23 @@ CALLS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
     "relu_head_sum, logits": (
         relu_head_sum,
         SCORES | {"key_scales": cuda(8, dtype=torch.float32), "out_logits": FLOATS},
+    ),
+    "fused_logits": (
+        fused_logits,
+        SCORED
+        | {"slot_lens": cuda(4, 4), "quad_first": QUADS, "half_scores": False}
+        | {"out": cuda(16, 100, dtype=torch.float32)[:, :77]},
+    ),
+    "fused_block_keys": (
+        fused_block_keys,
+        SCORED
+        | {"slot_lens": cuda(4, 4), "quad_first": QUADS, "half_scores": True}
+        | {"out": cuda(16, 10, dtype=torch.float32)},
+    ),
+    "fused_candidate_logits": (
+        fused_candidate_logits,
+        SCORED
+        | {"entries": cuda(4, 33), "ranks": cuda(4, 2, 4, dtype=torch.int16), "counts": COUNTS}
+        | {"quad_first": QUADS, "out": cuda(16, 80, dtype=torch.float32), "half_scores": False},
     ),
 }

@@ -86,6 +86,31 @@ def test_nvcc(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> N
     assert stored.meta["built_by"].startswith("nvcc ")
 
 
+@pytest.mark.parametrize(
+    ("compiler", "capability"),
+    [
+        pytest.param("nvrtc", (7, 5), marks=needs_nvrtc),
+        pytest.param("nvcc", (7, 5), marks=needs_nvcc),
+        pytest.param("nvrtc", *VOLTA.values, marks=VOLTA.marks),
+    ],
+)
+def test_ptx_where_it_is_named(
+    compiler: str, capability: tuple[int, int], root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the driver of a newer GPU, in the cache beside the machine code of the same number."""
+    monkeypatch.setenv("SPARSE_INDEXER_COMPILER", compiler)
+    target = f"compute_{capability[0]}{capability[1]}"
+    stored = device_artifact(scale_kernel(), capability, target)
+    assert f".target sm_{capability[0]}{capability[1]}".encode() in stored.data
+    for symbol in VARIANTS:
+        assert f".visible .entry {symbol}(".encode() in stored.data
+    assert stored.data.rstrip(b"\n").endswith(b"}")  # a text, without NVRTC's zero at its end
+    assert stored.path is not None
+    assert stored.path.relative_to(root / "v1" / target / "scale").name == "kernel.ptx"
+    assert not device_artifact(scale_kernel(), capability, target).fresh
+    check_cubin(device_artifact(scale_kernel(), capability).data, TARGETS[capability])
+
+
 @pytest.mark.parametrize("kernel", all_kernels().values(), ids=list(all_kernels()))
 @pytest.mark.parametrize(
     ("compiler", "capability"),

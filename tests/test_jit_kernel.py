@@ -105,7 +105,23 @@ def test_arch_as_people_write_it() -> None:
     assert parse_arch("9.0", (12, 9)) == ((9, 0), "sm_90a")
     assert parse_arch(" 10.0a", (12, 9)) == ((10, 0), "sm_100a")
     assert parse_arch("12.0f", (12, 8)) == ((12, 0), "sm_120f")
-    for text in ("sm_90", "9", "9.0x", "", "7.0a", "9.0f", "9.9", "6.1", "09.0", "\u0669.0"):
+    assert parse_arch("compute_75", (12, 9)) == ((7, 5), "compute_75")
+    assert parse_arch("compute_120", (12, 9)) == ((12, 0), "compute_120")
+    for text in (
+        "sm_90",
+        "compute_76",
+        "compute_90a",
+        "compute_7.5",
+        "9",
+        "9.0x",
+        "",
+        "7.0a",
+        "9.0f",
+        "9.9",
+        "6.1",
+        "09.0",
+        "\u0669.0",
+    ):
         with pytest.raises(ValueError, match=r"arch: expected compute capabilities like") as caught:
             parse_arch(text, (12, 9))
         assert "8.9, 9.0, 10.0, " in str(caught.value)

@@ -98,6 +98,9 @@ def test_a_tensor_of_the_cpu_is_refused_by_name(name: str, argument: str) -> Non
         ("kv_gather, plain", "kv_pool: expected [slots, dim] float16 or bfloat16 or float32 on"),
         ("sparse_softmax", "logits: expected [rows, heads, k] float32 on cuda, got [2, 3, 8]"),
         ("relu_head_sum", "weights: expected [rows, heads] float32 on cuda, got [2, 3] float32"),
+        ("fused_logits", "keys: expected [blocks, 1152] uint8 or float16 or bfloat16 on cuda"),
+        ("fused_block_keys", "keys: expected [blocks, 1152] uint8 or float16 or bfloat16 on cuda"),
+        ("fused_candidate_logits", "keys: expected [blocks, 1152] uint8 or float16 or bfloat16 on"),
     ],
 )
 def test_all_tensors_of_the_cpu(name: str, message: str) -> None:
@@ -148,7 +151,8 @@ def test_what_is_no_tensor_is_refused_by_name(name: str, argument: str) -> None:
 @pytest.mark.usefixtures("entries")
 @pytest.mark.parametrize(("name", "argument"), NUMBERS)
 def test_what_is_no_number_is_refused_by_name(name: str, argument: str) -> None:
-    kind = "Python bool" if argument in ("force_last", "pairs") else "64-bit int"
+    bools = ("force_last", "pairs", "half_scores")
+    kind = "Python bool" if argument in bools else "64-bit int"
     wrong = [1.5, None, "8", [8], 1 << 70, np.float32(8), torch.tensor(8)]
     got = ["1.5", "None", "'8'", "a list", str(1 << 70), "a numpy float32", "[] int64 on cpu"]
     for value, text in zip(wrong, got, strict=True):
@@ -361,6 +365,39 @@ ON = "on cuda:63"
             "relu_head_sum, logits",
             {"scores": cuda(6, 9, dtype=torch.float16)[:, :8]},
             "scores: expected rows at multiples of 16 bytes, got strides [9, 1]",
+        ),
+        (
+            "fused_logits",
+            {"keys": cuda(64, 1088, dtype=torch.bfloat16)},
+            "keys: expected uint8 or float16, got bfloat16",
+        ),
+        (
+            "fused_logits",
+            {"queries": PACKED_QUERIES[:1], "weights": PACKED_WEIGHTS[:1]}
+            | {"slot_lens": cuda(1, 4), "quad_first": cuda(1)}
+            | {"out": cuda(4, 64, dtype=torch.float32)},
+            "quads: expected a multiple of 2, got 1",
+        ),
+        ("fused_logits", {"slot_lens": QUADS}, f"slot_lens: expected [4, 4] int32 {ON}, got [4]"),
+        (
+            "fused_logits",
+            {"out": cuda(64, 16, dtype=torch.float32).t()},
+            "out: expected a contiguous last dimension, got strides [1, 16]",
+        ),
+        (
+            "fused_block_keys",
+            {"weights": cuda(4, 4, 48, dtype=torch.float32)},
+            "weights: expected 32 or 64 heads, got 48",
+        ),
+        (
+            "fused_candidate_logits",
+            {"out": cuda(16, 84, dtype=torch.float32)},
+            "out: expected columns of at most 65535 whole blocks, got 84",
+        ),
+        (
+            "fused_candidate_logits",
+            {"entries": cuda(4, 65)},
+            f"ranks: expected [4, 3, 4] int16 {ON}",
         ),
     ],
 )

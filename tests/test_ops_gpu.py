@@ -16,6 +16,9 @@ from sparse_indexer.ops.candidate_logits import candidate_logits
 from sparse_indexer.ops.candidate_quads import candidate_quads
 from sparse_indexer.ops.candidate_table import candidate_table
 from sparse_indexer.ops.dense_block_keys import dense_block_keys
+from sparse_indexer.ops.fused_block_keys import fused_block_keys
+from sparse_indexer.ops.fused_candidate_logits import fused_candidate_logits
+from sparse_indexer.ops.fused_logits import fused_logits
 from sparse_indexer.ops.index_k import index_k
 from sparse_indexer.ops.index_q import index_q
 from sparse_indexer.ops.kv_gather import kv_gather
@@ -117,6 +120,19 @@ def make_scored(name: str) -> Op:
             lens,
             [out],
         )
+    if name in ("fused_logits", "fused_block_keys"):
+        index_q(queries, weights, rows=rows, out_values=values, out_weights=out_weights)
+        lens = ints(4 * ROWS, fill=WIDTH)
+        op = fused_logits if name == "fused_logits" else fused_block_keys
+        out = torch.empty(4 * ROWS, WIDTH if name == "fused_logits" else blocks, device=DEVICE)
+        return Op(
+            lambda: op(
+                keys, values, out_weights, slot_lens=lens.view(-1, 4), quad_first=first, out=out
+            ),
+            lens[::4],
+            [out],
+        )
+    score = candidate_logits if name == "candidate_logits" else fused_candidate_logits
     candidates = torch.arange(blocks, dtype=torch.int32, device=DEVICE).repeat(ROWS, 4, 1)
     entries, counts = ints(ROWS, blocks), ints(ROWS, 2)
     ranks = torch.empty(ROWS, -(-blocks // 32), 4, dtype=torch.int16, device=DEVICE)
@@ -126,7 +142,7 @@ def make_scored(name: str) -> Op:
     index_q(queries, weights, rows=rows, out_values=values, out_weights=out_weights)
     out = torch.empty(4 * ROWS, WIDTH, device=DEVICE)
     return Op(
-        lambda: candidate_logits(
+        lambda: score(
             keys,
             values,
             out_weights,
@@ -192,7 +208,7 @@ def make(name: str) -> Op:
         return make_sparse_softmax(name)
     if name.startswith("relu_head_sum"):
         return make_relu_head_sum(name)
-    if name in ("dense_block_keys", "candidate_logits"):
+    if name.endswith(("block_keys", "logits")) and name != "block_keys":
         return make_scored(name)
     generator = torch.Generator(DEVICE).manual_seed(0)
     lens = torch.full((ROWS,), WIDTH, dtype=torch.int32, device=DEVICE)
@@ -260,6 +276,9 @@ OPS = [
     "sparse_softmax, long",
     "relu_head_sum",
     "relu_head_sum, logits",
+    "fused_logits",
+    "fused_block_keys",
+    "fused_candidate_logits",
 ]
 
 

@@ -14,6 +14,8 @@ using tvm::ffi::Optional;
 namespace {
 
 constexpr int64_t kMaxK = 1 << 20;
+// What a CTA may have on every GPU; before 8.0 not much more, and other CTAs want some.
+constexpr int64_t kLeastSharedBytes = 48 * 1024;
 
 int64_t shared_bytes(int64_t list) {
   return 4 * topk_config::kBins + 8 * list;
@@ -125,8 +127,11 @@ void topk(TensorView keys, TensorView lens, TensorView out, Optional<TensorView>
   const DeviceKernels& gpu = on_device(device);
   const bool alone = key_rows <= gpu.sm_count && width > 8192;
   const int threads = topk_config::kThreads[alone ? 2 : width > 16384 ? 1 : 0];
+  const int64_t most = gpu.capability < 80 ? kLeastSharedBytes : gpu.max_shared_bytes;
   const int64_t list = list_length(width, k, threads);
-  if (shared_bytes(list) <= gpu.max_shared_bytes - 1024) params.list = static_cast<int32_t>(list);
+  if (shared_bytes(list) + topk_config::kStaticBytes <= most) {
+    params.list = static_cast<int32_t>(list);
+  }
   const std::string symbol =
       (same(keys.dtype(), float32) ? "topk_f32_" : "topk_bf16_") + std::to_string(threads);
   Launch(symbol, device)

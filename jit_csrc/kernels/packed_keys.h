@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The packed form of index keys that Hopper's kernels read: what `index_k` writes without scales of
-// its own, `dense_block_keys` and `candidate_logits` copy.
+// The packed form of index keys that scorers read: what `index_k` writes without scales of its own,
+// `dense_block_keys`, `candidate_logits` and, by mma.sync, the `fused_...` kernels copy.
 #pragma once
 
 #include "sparse_indexer/cstdint.h"

@@ -35,6 +35,7 @@ constexpr int kBins = 1 << kBinBits;
 constexpr int kGroup = 64;                    // columns, of which
 constexpr int kSamples = 8;                   // are a sample
 constexpr int kThreads[] = {256, 512, 1024};  // of a row: short, long, alone on an SM
+constexpr int kStaticBytes = 1024;            // at least what a kernel has beside its list
 
 }  // namespace topk_config
 }  // namespace sparse_indexer

@@ -38,11 +38,17 @@ def _sm100(device: torch.device, **options: int) -> CandidateIndexer:
     return Sm100Indexer(device, **options)
 
 
+def _sm70(device: torch.device, **options: int) -> CandidateIndexer:
+    from sparse_indexer.backends.sm70 import Sm70Indexer  # likewise
+
+    return Sm70Indexer(device, **options)
+
+
 BACKENDS: dict[str, BackendSpec] = {
     "sm100": BackendSpec("10.x", lambda cc: cc[0] == 10, _sm100),
     "sm90": BackendSpec("9.0", lambda cc: cc[0] == 9, _sm90),
     "sm80": BackendSpec("8.x, 10.x, 12.x", lambda cc: cc[0] in (8, 10, 12), None),
-    "sm70": BackendSpec("7.0, 7.5", lambda cc: cc in ((7, 0), (7, 5)), None),
+    "sm70": BackendSpec("7.0, 7.5", lambda cc: cc in ((7, 0), (7, 5)), _sm70),
     "mask": BackendSpec("any, CPU too", lambda cc: True, MaskIndexer),
 }
 """By name, in the order in which `auto` tries them."""

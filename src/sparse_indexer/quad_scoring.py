@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scoring on Hopper, tile by tile: no matrix of logits beyond a tile's candidates."""
+"""Scoring by quads, tile by tile: no matrix of logits beyond a tile's candidates."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -13,6 +13,8 @@ from sparse_indexer.index_k import BLOCK_SIZE
 from sparse_indexer.inputs import IndexQ, PrefillIndexerInputs
 from sparse_indexer.ops.candidate_logits import candidate_logits
 from sparse_indexer.ops.dense_block_keys import dense_block_keys
+from sparse_indexer.ops.fused_block_keys import fused_block_keys
+from sparse_indexer.ops.fused_candidate_logits import fused_candidate_logits
 from sparse_indexer.ops.index_k import index_k
 from sparse_indexer.ops.index_q import index_q
 from sparse_indexer.ops.topk import topk
@@ -31,6 +33,56 @@ MAX_HEADS = 64
 _UNIT_BLOCKS = 64  # what dense_block_keys scores at least
 
 
+class QuadKernels(NamedTuple):
+    """The kernels that score on some GPUs."""
+
+    names: tuple[str, ...]
+    bf16: bool  # bfloat16 is scored as it is, else as float16 with scales
+    pairs: bool  # a quad may have two lists of candidates
+    block_keys: Callable[..., None]  # of (keys, queries, weights, quads, first, out)
+    candidate_logits: Callable[..., None]  # see ops.candidate_logits
+
+
+def _wgmma_block_keys(
+    keys: torch.Tensor,
+    queries: torch.Tensor,
+    weights: torch.Tensor,
+    quads: Quads,
+    first: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    dense_block_keys(keys, queries, weights, quad_lens=quads.lens, quad_first=first, out=out)
+
+
+def _mma_sync_block_keys(
+    keys: torch.Tensor,
+    queries: torch.Tensor,
+    weights: torch.Tensor,
+    quads: Quads,
+    first: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    fused_block_keys(keys, queries, weights, slot_lens=quads.slot_lens, quad_first=first, out=out)
+
+
+WGMMA = QuadKernels(
+    ("candidate_logits", "dense_block_keys"),
+    bf16=True,
+    pairs=True,
+    block_keys=_wgmma_block_keys,
+    candidate_logits=candidate_logits,
+)
+"""Of Hopper."""
+MMA_SYNC = QuadKernels(
+    ("fused_block_keys", "fused_candidate_logits"),
+    bf16=False,
+    pairs=False,
+    block_keys=_mma_sync_block_keys,
+    candidate_logits=fused_candidate_logits,
+)
+"""Of Volta and Turing."""
+
+
 class _Scope(NamedTuple):
     """Requests whose keys are packed at the same time, and tiles of their quads."""
 
@@ -46,6 +98,7 @@ def score(
     quads: Quads,
     tables: Tables | None,
     out_positions: torch.Tensor | None,
+    kernels: QuadKernels,
     *,
     n: int,
     dense: bool,
@@ -57,7 +110,7 @@ def score(
         tables: of all quads, written if `dense`; `None`: in scratch.
         out_positions: `None`: no positions are selected.
     """
-    plan, element = inputs.plan, _element(inputs)
+    plan, element = inputs.plan, _element(inputs, kernels)
     heads = 32 if inputs.num_heads <= 32 else MAX_HEADS
     queries = _contiguous(inputs.index_q)
     head_weights = inputs.head_weights.contiguous()
@@ -95,14 +148,7 @@ def score(
                 keys = scratch.peek((count * 4, width), torch.float32)
                 if scope.max_blocks > n:
                     index_q(queries, head_weights, **packed)
-                    dense_block_keys(
-                        scope.keys,
-                        values,
-                        weights,
-                        quad_lens=own.lens,
-                        quad_first=first,
-                        out=keys,
-                    )
+                    kernels.block_keys(scope.keys, values, weights, own, first, keys)
                 topk(
                     keys,
                     own.slot_lens.view(-1),
@@ -111,12 +157,12 @@ def score(
                     force_last=True,
                     unused=INT32_MAX,
                 )
-                merge_blocks(its, scope.max_blocks)
+                merge_blocks(its, scope.max_blocks, pairs=kernels.pairs)
             if out_positions is None:
                 continue
             index_q(queries, head_weights, counts=its.counts, **packed)
             logits = scratch.peek((count * 4, columns * BLOCK_SIZE), torch.float32)
-            candidate_logits(
+            kernels.candidate_logits(
                 scope.keys,
                 values,
                 weights,
@@ -206,7 +252,7 @@ def _scopes(
         yield _Scope(keys, first, longest, tiles, scratch)
 
 
-def _element(inputs: PrefillIndexerInputs) -> torch.dtype:
+def _element(inputs: PrefillIndexerInputs, kernels: QuadKernels) -> torch.dtype:
     """What is scored: uint8 stands for e4m3 codes."""
     queries, keys = inputs.index_q.values.dtype, inputs.index_k.format
     halves = {torch.float16, torch.bfloat16} & {
@@ -215,7 +261,7 @@ def _element(inputs: PrefillIndexerInputs) -> torch.dtype:
     }
     if not halves:
         return torch.uint8
-    return torch.bfloat16 if halves == {torch.bfloat16} else torch.float16
+    return torch.bfloat16 if kernels.bf16 and halves == {torch.bfloat16} else torch.float16
 
 
 def _contiguous(queries: IndexQ) -> IndexQ:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows by request, four at a time, as Hopper's kernels score them, and their candidates."""
+"""Rows by request, four at a time, as kernels score them, and their candidates."""
 
 from __future__ import annotations
 
@@ -123,12 +123,12 @@ def plan_tables(quads: Quads, n: int) -> Tables:
     return empty_tables(len(quads.rows), n, quads.max_blocks, quads.rows.new_empty)
 
 
-def merge_blocks(tables: Tables, max_blocks: int) -> None:
-    """Fill the rest of the tables from their blocks."""
+def merge_blocks(tables: Tables, max_blocks: int, *, pairs: bool) -> None:
+    """Fill the rest of the tables from their blocks; `pairs` is as of `candidate_quads`."""
     candidate_quads(
         tables.blocks,
         max_blocks=max_blocks,
-        pairs=True,
+        pairs=pairs,
         out_entries=tables.entries,
         out_ranks=tables.ranks,
         out_counts=tables.counts,
@@ -136,7 +136,12 @@ def merge_blocks(tables: Tables, max_blocks: int) -> None:
 
 
 def fill_tables(
-    tables: Tables, quads: Quads, blocks: torch.Tensor, places: torch.Tensor | None = None
+    tables: Tables,
+    quads: Quads,
+    blocks: torch.Tensor,
+    places: torch.Tensor | None = None,
+    *,
+    pairs: bool,
 ) -> None:
     """Row i's candidates are `blocks[places[i]]`, default `blocks[i]`; `[.., n]` int32."""
     rows = quads.rows.view(-1).long()
@@ -145,4 +150,4 @@ def fill_tables(
         picked = blocks[there if places is None else places[there]]
         picked.masked_fill_((rows < 0)[:, None], INT32_MAX)
         tables.blocks.copy_(picked.view_as(tables.blocks))
-    merge_blocks(tables, quads.max_blocks)
+    merge_blocks(tables, quads.max_blocks, pairs=pairs)

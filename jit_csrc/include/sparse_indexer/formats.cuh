@@ -36,10 +36,10 @@ __device__ inline uint32_t bfloat16_bits(float x) {
 // Two e4m3 codes (bits 0-7 and 8-15) to two float16 that are 2^-8 times their value; NaN stays NaN.
 __device__ inline uint32_t half2_of_e4m3(uint32_t codes) {
   const uint32_t spread = __byte_perm(codes, 0, 0x1404);  // into the upper byte of each half
-  uint32_t halves = (spread & 0x7f007f00u) >> 1 | (spread & 0x80008000u);
-  if ((codes & 0x7f) == 0x7f) halves |= 0x7fff;
-  if ((codes & 0x7f00) == 0x7f00) halves |= 0x7fff0000u;
-  return halves;
+  const uint32_t magnitudes = spread >> 1 & 0x3f803f80u;
+  // The largest is NaN's: one more of its last bit is the bit that its exponent lacks.
+  const uint32_t nan = (magnitudes + 0x00800080u) & 0x40004000u;
+  return magnitudes | nan | (spread & 0x80008000u);
 }
 
 // Value of an e2m1 code: as float16 bits its exponent and mantissa read as 2^-14 times that.

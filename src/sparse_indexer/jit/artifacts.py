@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A kernel's two compiled files, from the cache or built: its cubin and its host module.
+"""A kernel's two compiled files, from the cache or built: its cubin, or PTX, and its host module.
 
 Both keys are hashes of contents, never of paths or times: an untouched tree copied elsewhere hits.
 The cubin's source key covers the generated unit and all that it includes, the flags and the target;
@@ -31,7 +31,7 @@ from sparse_indexer.jit.places import SCHEMA, all_roots, workspace
 from sparse_indexer.jit.resources import parse_resources, parse_warnings
 from sparse_indexer.jit.settings import setting
 from sparse_indexer.jit.sources import read, sources
-from sparse_indexer.jit.targets import targets_of
+from sparse_indexer.jit.targets import is_ptx, targets_of
 
 _log = logging.getLogger("sparse_indexer")
 _rebuilt: set[Entry] = set()  # in this process, which is often enough
@@ -43,7 +43,7 @@ def device_artifact(
     """The cubin of `kernel` for GPUs of this capability.
 
     Args:
-        target: instead of the one that the capability takes.
+        target: instead of the one that the capability takes; `compute_75` gives PTX.
 
     Raises:
         JitError: it is not there and could not be built.
@@ -57,7 +57,7 @@ def device_artifact(
         Entry(
             name,
             kernel.name,
-            "kernel.cubin",
+            "kernel.ptx" if is_ptx(name) else "kernel.cubin",
             digest(SCHEMA, name, *contents),
             compiler and compiler.identity,
         )

@@ -22,6 +22,7 @@ from sparse_indexer.jit.kernel import Kernel
 from sparse_indexer.jit.places import temporary_root, variable
 from sparse_indexer.jit.resources import FLAG
 from sparse_indexer.jit.settings import setting
+from sparse_indexer.jit.targets import is_ptx
 
 _importing = threading.Lock()
 
@@ -54,7 +55,7 @@ def device_flags(*compilers: str) -> tuple[str, ...]:
 def compile_device(
     kernel: Kernel, target: str, compiler: DeviceCompiler, staging: Path, log: Path | None
 ) -> Built:
-    """The cubin of all variants of `kernel` for `target`.
+    """The cubin of all variants of `kernel` for `target`, or their PTX.
 
     Args:
         staging: a folder of our own, for the files of nvcc.
@@ -75,10 +76,11 @@ def compile_device(
         # folder.
         name = f"{os.devnull}/{kernel.name}.cu"
         command: tuple[str, ...] = ("nvrtc", *flags, name)
-        built = _run_nvrtc(kernel.unit, name, flags)
+        built = _run_nvrtc(kernel.unit, name, flags, ptx=is_ptx(target))
     else:
         unit, out = staging / f"{kernel.name}.cu", staging / "nvcc.cubin"
-        command = (str(compiler.path), "-cubin", *flags, "-o", str(out), str(unit))
+        kind = "-ptx" if is_ptx(target) else "-cubin"
+        command = (str(compiler.path), kind, *flags, "-o", str(out), str(unit))
         built = _run(command, out, kernel.unit)
     if not built.data:
         title = f"{kernel.name} for {target}, with {compiler.label}"
@@ -105,7 +107,7 @@ def compile_host(kernel: Kernel, compiler: HostCompiler, staging: Path, log: Pat
     return built
 
 
-def _run_nvrtc(unit: str, name: str, flags: tuple[str, ...]) -> Built:
+def _run_nvrtc(unit: str, name: str, flags: tuple[str, ...], *, ptx: bool) -> Built:
     try:
         nvrtc = _import_nvrtc()
         program = nvrtc.createProgram(unit, name, [], [])
@@ -113,7 +115,8 @@ def _run_nvrtc(unit: str, name: str, flags: tuple[str, ...]) -> Built:
         return Built(b"", f"error: CuPy cannot use NVRTC: {error}")
     try:
         nvrtc.compileProgram(program, flags)
-        return Built(nvrtc.getCUBIN(program), _log_of(nvrtc, program))
+        get = nvrtc.getPTX if ptx else nvrtc.getCUBIN
+        return Built(get(program), _log_of(nvrtc, program))
     except nvrtc.NVRTCError as error:
         return Built(b"", _log_of(nvrtc, program) or f"error: {error}")
     finally:

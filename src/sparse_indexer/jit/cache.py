@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiled files on disk: found by what they were made from, shared by processes, never half there.
 
-    <root>/v1/<target>/<kernel>/<source>-<compiler>/{kernel.cubin | host.so, meta.json}
+    <root>/v1/<target>/<kernel>/<source>-<compiler>/{kernel.cubin | kernel.ptx | host.so, meta.json}
 
 `source` and `compiler` are hashes of contents; meta.json holds size and sha256 of the file beside
 it, and an entry that does not match its meta is no entry. Reading takes no lock. An entry is
@@ -37,7 +37,7 @@ from sparse_indexer.jit.resources import Resources
 _log = logging.getLogger("sparse_indexer")
 
 META = "meta.json"
-FILES = ("kernel.cubin", "host.so")
+FILES = ("kernel.cubin", "kernel.ptx", "host.so")
 
 
 class Entry(NamedTuple):
@@ -45,7 +45,7 @@ class Entry(NamedTuple):
 
     target: str  # sm_90a, or the machine of a host module
     kernel: str
-    file: str  # kernel.cubin or host.so
+    file: str  # one of FILES
     source: str  # hash of what is compiled, and of the flags
     compiler: str | None  # hash of the compiler; None: any will do
 

@@ -64,6 +64,8 @@ def compile_kernels(
 ) -> list[Outcome]:
     """Compile `kernels` and their host entries for architectures like `7.0,9.0a,12.0f`; no GPU.
 
+    `compute_75` is PTX, which no call asks for; GPUs of 7.5 and later take it.
+
     Args:
         kernels: each is compiled for those of the architectures that it is for.
         jobs: processes, or as many as cores and memory allow.

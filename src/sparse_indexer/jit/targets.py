@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which machine code a GPU takes: exact targets, no PTX."""
+"""Which machine code a GPU takes: exact targets. PTX is made only of targets that are named."""
 
 from __future__ import annotations
 
@@ -32,12 +32,20 @@ def targets_of(capability: tuple[int, int], compiler: tuple[int, int]) -> list[s
     return list(dict.fromkeys([target_of(capability, compiler), *own]))
 
 
+def is_ptx(target: str) -> bool:
+    """Whether what is made for it is PTX, for the driver of that GPU or a newer one to compile."""
+    return target.startswith("compute_")
+
+
 def parse_arch(text: str, compiler: tuple[int, int]) -> tuple[tuple[int, int], str]:
-    """(capability, target) of `9.0` or `9.0a`; a suffix is taken as it is.
+    """(capability, target) of `9.0` or `9.0a`; a suffix is taken as it is. `compute_75` is PTX.
 
     Raises:
-        ValueError: it is neither, or there is no such target.
+        ValueError: it is none of these, or there is no such target.
     """
+    ptx = re.fullmatch(r"compute_(\d+)(\d)", text.strip(), re.ASCII)
+    if ptx and f"{ptx[1]}.{ptx[2]}" in _KNOWN:
+        return (int(ptx[1]), int(ptx[2])), text.strip()
     found = re.fullmatch(r"((\d+)\.(\d))([af]?)", text.strip(), re.ASCII)
     capability = (int(found[2]), int(found[3])) if found else (0, 0)
     first = {"": (0, 0), "a": (9, 0), "f": (10, 0)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convert queries, and pack them in the order in which Hopper's MMA reads them."""
+"""Convert queries, and pack them in the order in which tensor cores read them."""
 
 from __future__ import annotations
 

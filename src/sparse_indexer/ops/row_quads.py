@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows by request, four at a time: those that a Hopper kernel scores together."""
+"""Rows by request, four at a time: those that a kernel scores together."""
 
 from __future__ import annotations
 

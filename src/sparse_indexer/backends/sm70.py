@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `sm70` backend: Volta's and Turing's tensor cores score, no matrix of logits is written."""
+
+from __future__ import annotations
+
+from sparse_indexer.backends.quad_indexer import QuadIndexer
+from sparse_indexer.quad_scoring import MMA_SYNC
+
+
+class Sm70Indexer(QuadIndexer):
+    """`CandidateIndexer` on Volta and Turing (compute capability 7.0 and 7.5).
+
+    Products are those of float16, sums float32. fp8 and fp4 keys and queries come to it as e4m3,
+    exactly what they store (`index_k` says when fp4 is rounded); if one of them is fp16 or bf16,
+    both are float16, of bf16 with a scale a position and a query. At most 64 heads. It runs on
+    newer GPUs, too, if made by name of its class.
+
+    Args:
+        device: a CUDA device.
+        topk: positions a row selects.
+        topk_blocks: blocks of 8 positions a row publishes.
+        memory_budget: bytes of scratch beside inputs, outputs and tables, at most. The keys of a
+            request are packed in it: 144 bytes a position, 272 in halves. Tables are what a publish
+            returns (the candidates of another backend are put into such), and 16 bytes a row.
+
+    Its kernels are built and loaded here, so that calls need no compiler and can be captured.
+
+    Raises:
+        ValueError: an option is out of range; from the methods also: more than 64 heads, or a
+            budget below what the longest request takes (the message says how much that is).
+        BackendUnavailable: a kernel can be neither built nor loaded.
+    """
+
+    name = "sm70"
+    kernels = MMA_SYNC

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sm70 backend, on any card: its own machine code there, and PTX of Turing and Volta."""
+
+import re
+
+import pytest
+import torch
+from fused_support import CODES, use_code
+from gpu_support import no_synchronization
+from sm90_support import DEVICE, Layers, layers, poisoned, run, same
+
+from sparse_indexer import make_candidate_indexer
+from sparse_indexer.backends.mask import MaskIndexer
+from sparse_indexer.backends.sm70 import Sm70Indexer
+from sparse_indexer.formats import FORMATS, KeyFormat
+from sparse_indexer.testing import check_backend
+
+pytestmark = pytest.mark.gpu
+
+MiB = 1 << 20
+TOLERANCE = 2e-5  # of a row's largest |logit|: sums of float32 against float64
+LENS = [[3000 + 5 * i for i in range(37)], [], [1900 - i for i in range(20)], [40, 0, 5000]]
+OPTIONS = {"topk": 64, "topk_blocks": 100}
+
+
+@pytest.fixture(params=CODES, autouse=True)
+def code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    use_code(request.param, monkeypatch)
+    return str(request.param)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_passes_the_conformance_kit(form: KeyFormat) -> None:
+    indexer = Sm70Indexer(DEVICE, topk=16, topk_blocks=20)
+    report = check_backend(indexer, formats=[form], tolerance=TOLERANCE)
+    report.raise_if_failed()
+    assert report.backend == "sm70"
+    assert report.selecting_rows > 80
+
+
+@pytest.mark.parametrize(("heads", "form"), [(20, "fp4"), (48, "fp8"), (48, "bf16")])
+def test_head_counts_between_are_padded(heads: int, form: KeyFormat) -> None:
+    indexer = Sm70Indexer(DEVICE, topk=8, topk_blocks=12)
+    report = check_backend(indexer, formats=[form], heads=[heads], tolerance=TOLERANCE)
+    report.raise_if_failed()
+    assert report.backend == "sm70"
+
+
+def test_more_heads_are_refused() -> None:
+    source, _ = layers([[9]], heads=65)
+    with pytest.raises(ValueError, match=r"^index_q values: expected at most 64 heads"):
+        Sm70Indexer(DEVICE).publish_prefill(source)
+
+
+@pytest.mark.parametrize(("form", "queries"), [("fp8", "fp8"), ("bf16", "fp8"), ("fp4", "fp16")])
+def test_exact_data_gives_what_mask_gives(form: KeyFormat, queries: KeyFormat) -> None:
+    """Publish, own positions, select and full top-k, with far more positions than are selected."""
+    both = layers(LENS, form, queries=queries, palette=True)
+    want = run(MaskIndexer(DEVICE, **OPTIONS, accumulate=torch.float64), *both)
+    assert same(run(Sm70Indexer(DEVICE, **OPTIONS), *both), want)
+
+
+def smallest_budget(both: Layers) -> int:
+    with pytest.raises(ValueError, match=r"^memory_budget: expected at least \d+ bytes") as caught:
+        run(Sm70Indexer(DEVICE, **OPTIONS, memory_budget=1), *both)
+    return int(re.findall(r"\d+", str(caught.value))[0])
+
+
+@pytest.mark.parametrize("form", ["fp8", "fp16"])
+def test_neither_budget_nor_run_matters(form: KeyFormat) -> None:
+    both = layers(LENS, form)
+    want = run(Sm70Indexer(DEVICE, **OPTIONS), *both)
+    for budget in (smallest_budget(both), 3 * MiB, 256 * MiB):
+        assert same(run(Sm70Indexer(DEVICE, **OPTIONS, memory_budget=budget), *both), want)
+
+
+def test_no_method_synchronizes_and_a_graph_replays() -> None:
+    source, consumer = layers(LENS)
+    indexer = Sm70Indexer(DEVICE, **OPTIONS)
+    want = run(indexer, source, consumer)
+    own, selected, full = (poisoned(source, 64) for _ in range(3))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        candidates = indexer.publish_prefill(source, own)
+        blocks = candidates.blocks
+        indexer.select_prefill(candidates, consumer, selected)
+        indexer.topk_prefill(consumer, full)
+    graph.replay()
+    for got, expected in zip((blocks, own, selected, full), want, strict=True):
+        assert torch.equal(got, expected)
+    with no_synchronization():
+        candidates = indexer.publish_prefill(source, own)
+        indexer.prefill_tail(candidates, [3, 0, 20, 1])
+        indexer.select_prefill(candidates, consumer, selected)
+        indexer.topk_prefill(consumer, full)
+
+
+def test_candidates_of_another_backend() -> None:
+    source, consumer = layers(LENS)
+    sm70, mask = Sm70Indexer(DEVICE, **OPTIONS), MaskIndexer(DEVICE, **OPTIONS)
+    blocks = sm70.publish_prefill(source)
+    want, got, tail = poisoned(consumer, 64), poisoned(consumer, 64), poisoned(consumer, 64)
+    sm70.select_prefill(blocks, consumer, want)
+    other = mask.prefill_tail(blocks, source.plan.rows_per_request)  # the same rows
+    sm70.select_prefill(other, consumer, got)
+    assert torch.equal(got, want)
+    if torch.cuda.get_device_capability(DEVICE) == (9, 0):  # whose tables are others
+        sm90 = make_candidate_indexer(DEVICE, backend="sm90", **OPTIONS)
+        theirs = sm90.prefill_tail(blocks, source.plan.rows_per_request)
+        sm70.select_prefill(theirs, consumer, tail)
+        assert torch.equal(tail, want)
