@@ -340,3 +340,22 @@ def test_no_op_synchronizes_or_allocates(name: str) -> None:
     with no_synchronization():
         op.call()
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+@pytest.mark.parametrize("blocks", [1, 63, 64, 65, 70, 100])
+def test_dense_block_keys_of_the_last_keys_that_there_are(blocks: int) -> None:
+    """No block behind them is read, and none is taken for another."""
+    queries, weights = random_queries(16, 32, "fp8", seed=1, device=DEVICE)
+    values = torch.empty(4, 128, 128, dtype=torch.uint8, device=DEVICE)
+    out_weights = torch.empty(4, 4, 32, device=DEVICE)
+    rows = torch.arange(16, dtype=torch.int32, device=DEVICE).view(4, 4)
+    index_q(queries, weights, rows=rows, out_values=values, out_weights=out_weights)
+    padded = torch.cat((packed_keys(8 * blocks), packed_keys(512).fill_(0x7F)))
+    options = {"quad_lens": ints(4, fill=8 * blocks), "quad_first": ints(4)}
+    found = []
+    for keys in (padded, padded[:blocks].clone()):
+        out = torch.zeros(16, 128, device=DEVICE)
+        dense_block_keys(keys, values, out_weights, **options, out=out)
+        found.append(out[:, :blocks])
+    assert found[0].isfinite().all()
+    assert torch.equal(*found)

@@ -50,6 +50,7 @@ void dense_block_keys(TensorView keys, TensorView queries, TensorView weights, T
   params.groups = static_cast<int32_t>(quads / of_group);
   params.num_blocks = static_cast<int32_t>(operands.blocks);
   params.width = static_cast<int32_t>(width);
+  if (operands.blocks == 0) return;  // nothing is seen
   Launch(operands.variant(kSymbols), device)
       .grid(on_device(device).sm_count)
       .block(128 * (1 + config::kWarpgroups))

@@ -43,6 +43,7 @@ struct CandidateLogits {
   // Warps that copy. Not more than stages: each has then seen the stage before the last one in its
   // place freed, and the parity it waits for means one phase.
   static constexpr int kProducers = kStages < 4 ? kStages : 4;
+  static_assert((kProducers & (kProducers - 1)) == 0, "stages are counted modulo 2^32");
   static constexpr int kIdBits = candidate_quads_config::kIdBits;
   static constexpr uint32_t kIdMask = (1u << kIdBits) - 1;
   static_assert(kStageBlocks == candidate_quads_config::kRankEvery, "a stage's ranks are written");

@@ -59,7 +59,7 @@ struct DenseBlockKeys {
       int len = 0;
 #pragma unroll
       for (int q = 0; q < kGroupQuads; ++q) len = max(len, p.quad_lens[group * kGroupQuads + q]);
-      return min((len + 8 * kUnitBlocks - 1) / (8 * kUnitBlocks), p.width / kUnitBlocks);
+      return min((len - 1) / (8 * kUnitBlocks) + (len > 0), p.width / kUnitBlocks);
     }
   };
 
@@ -97,9 +97,11 @@ struct DenseBlockKeys {
       for (int i = first * kUnitStages; i < stop * kUnitStages; ++i) {
         const uint32_t at = n % kStages;
         barrier_wait(&s.empty[at], n / kStages & 1 ^ 1);
-        barrier_expect(&s.full[at], kStageBytes);
-        const int block = min(from + i * 8, p.num_blocks - 8);  // past the keys: anything
-        bulk_copy(s.keys[at], p.keys + int64_t(block) * kBlockBytes, kStageBytes, &s.full[at]);
+        // Past the last key anything will do.
+        const int block = min(from + i * 8, p.num_blocks - 1);
+        const int bytes = min(p.num_blocks - block, 8) * kBlockBytes;
+        barrier_expect(&s.full[at], bytes);
+        bulk_copy(s.keys[at], p.keys + int64_t(block) * kBlockBytes, bytes, &s.full[at]);
         ++n;
       }
     });

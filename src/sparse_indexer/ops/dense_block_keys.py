@@ -36,8 +36,7 @@ def dense_block_keys(
     is published whatever its key: `topk` with `force_last`); past it keys are of no meaning.
 
     Args:
-        keys: packed `[blocks, ...]`, as `index_k` writes them; uint8 (e4m3), float16 or bfloat16;
-            at least 64 blocks.
+        keys: packed `[blocks, ...]`, as `index_k` writes them; uint8 (e4m3), float16 or bfloat16.
         queries: `[quads, 4 * heads, 128]` of that dtype, as `index_q` writes them; a multiple of
             128 / heads quads, those of a multiple of one request.
         weights: `[quads, 4, heads]` float32, as `index_q` writes them; 32 or 64 heads.
