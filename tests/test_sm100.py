@@ -2,6 +2,7 @@
 """The sm100 backend on a CPU, over an emulated DeepGEMM of either generation."""
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -24,9 +25,10 @@ from sm100_support import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sparse_indexer import IndexKPool, PrefillIndexerInputs
+from sparse_indexer import IndexKPool, PrefillIndexerInputs, PrefillPlan
 from sparse_indexer.backends.sm100 import Sm100Indexer
 from sparse_indexer.formats import INT32_MAX
+from sparse_indexer.lasting import Ready
 from sparse_indexer.row_ops import RowOps
 from sparse_indexer.testing.data import tail_inputs
 
@@ -128,6 +130,39 @@ def test_a_tail_is_the_rows_of_the_whole(version: str) -> None:
     shorter = [0, 2, 0, 4, 0, 0, 1]
     again = indexer.prefill_tail(tail, shorter)
     assert torch.equal(again.blocks, whole.blocks[source.plan.tail_rows(shorter)])
+
+
+def test_a_tail_of_another_stream_is_waited_for_before_it_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All of it: whatever a select or a tail reads may be freed by the stream that made it."""
+    source, consumer = exact_layers(request_starts=[0, 1, 2, 3, 4, 5, 6])
+    indexer, seen, waited = sm100("0.2.5"), [], set()
+    tail_lens = [0, 3, 1, 4, 0, 0, 2]
+    tail = indexer.prefill_tail(indexer.publish_prefill(source), tail_lens)
+
+    def wait(ready: Ready, tensors: Iterable[torch.Tensor]) -> None:
+        if ready is tail.ready:
+            seen.append("waited")
+            waited.update(t.untyped_storage().data_ptr() for t in tensors)
+
+    rows_by_request = PrefillPlan.rows_by_request
+
+    def read(plan: PrefillPlan) -> torch.Tensor:
+        seen.append("read")
+        return rows_by_request(plan)
+
+    monkeypatch.setattr(Ready, "wait", wait)
+    monkeypatch.setattr(PrefillPlan, "rows_by_request", read)
+    indexer.prefill_tail(tail, [0, 1, 1, 1, 0, 0, 1])
+    assert seen == ["waited", "read"]
+    out = torch.empty(len(tail.blocks), 16, dtype=torch.int32)
+    waited.clear()
+    indexer.select_prefill(tail, tail_inputs(consumer, tail_lens), out)
+    plan, (tile,) = tail.plan, tail.schedules.tiles
+    needed = (plan.compressed_lens, plan.request_of_row, plan.request_starts, plan.page_table)
+    for tensor in (*needed, tile.lens, tile.table, tile.metadata):
+        assert tensor.untyped_storage().data_ptr() in waited
 
 
 @pytest.mark.parametrize("version", VERSIONS)

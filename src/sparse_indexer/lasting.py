@@ -54,7 +54,7 @@ class Ready:
                 self._event.record(self._stream)
 
     def wait(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Let the current stream read what the work wrote."""
+        """Let the current stream read what the work wrote: all of `tensors` that it will."""
         if self._stream is None or self._event is None:
             return
         stream = torch.cuda.current_stream(self._stream.device)

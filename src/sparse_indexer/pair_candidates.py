@@ -58,7 +58,8 @@ class PairCandidates(Candidates):
         super().__init__(table, plan)
         self.schedules = schedules  # None: the source's keys cannot be scored as candidates
         tiles = [] if schedules is None else schedules.tiles
-        self._written = (table, *(tile.metadata for tile in tiles))
+        # The plan's, too: nobody else may hold that of a tail.
+        self._read = (table, *plan.tensors, *(tile.metadata for tile in tiles))
         self.ready = Ready(plan.device)
 
     @property
@@ -68,8 +69,8 @@ class PairCandidates(Candidates):
         return self._blocks
 
     def wait(self) -> None:
-        """Let the current stream read the table and the schedules."""
-        self.ready.wait(self._written)
+        """Let the current stream read the table, the plan and the schedules."""
+        self.ready.wait(self._read)
 
     def schedules_for(self, plan: PrefillPlan, pages: Pages, budget: int) -> Schedules | None:
         """The schedules, if they are those of a plan's rows over such pages, and small enough."""

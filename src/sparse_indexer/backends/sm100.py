@@ -164,7 +164,8 @@ class Sm100Indexer:
         """See `CandidateIndexer.prefill_tail`. A schedule cannot be sliced: it is made anew."""
         if not isinstance(candidates, Candidates):
             raise mismatch("candidates", "Candidates", candidates)
-        rows, source = candidates.plan.tail_rows(tail_lens), candidates.blocks
+        source = candidates.blocks  # and wait, before the plan is read
+        rows = candidates.plan.tail_rows(tail_lens)
         plan = candidates.plan.of_rows(rows, list(tail_lens))
         table = self._empty_table(plan.num_rows, source.shape[1])
         torch.index_select(source, 0, rows, out=table)
