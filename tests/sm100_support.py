@@ -201,6 +201,8 @@ class Spy:
         emulator = EMULATORS[version]()
         self.calls: list[tuple[str, Any]] = []  # (function, its result's rows or arguments)
         self.most = 0
+        self.schedules: list[ref[torch.Tensor]] = []
+        self.most_schedules = 0  # that were alive at once
         self._alive: dict[int, ref[torch.Tensor]] = {}
         for name in ("fp8_fp4_mqa_logits", "fp8_fp4_paged_sparse_mqa_logits"):
             setattr(self, name, self._keeping(name, getattr(emulator, name)))
@@ -217,7 +219,11 @@ class Spy:
 
     def get_paged_sparse_mqa_logits_metadata(self, *arguments: Any) -> torch.Tensor:
         self.calls.append(("schedule", arguments))
-        return self._schedule(*arguments)
+        metadata = self._schedule(*arguments)
+        self.schedules.append(ref(metadata))
+        alive = sum(held() is not None for held in self.schedules)
+        self.most_schedules = max(self.most_schedules, alive)
+        return metadata
 
     def _keeping(self, name: str, call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @wraps(call)  # its signature, too

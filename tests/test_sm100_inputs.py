@@ -2,6 +2,7 @@
 """What the sm100 backend reads, and what it refuses: keys, pages, queries, DeepGEMM itself."""
 
 import importlib
+import inspect
 import sys
 from types import SimpleNamespace
 
@@ -23,6 +24,11 @@ from sparse_indexer.testing import make_inputs, palette_keys, palette_queries, w
 from sparse_indexer.testing.data import Layout
 
 VERSIONS = list(EMULATORS)
+FUNCTIONS = (
+    "fp8_fp4_mqa_logits",
+    "fp8_fp4_paged_sparse_mqa_logits",
+    "get_paged_sparse_mqa_logits_metadata",
+)
 LENS = [[700, 701, 20], [], [650]]
 
 
@@ -211,6 +217,8 @@ def test_widths_that_have_no_kernel_are_refused(topk_blocks: int) -> None:
         message = "^candidates.blocks: expected a multiple of 4 of at most 4096 columns, got"
         with pytest.raises(ValueError, match=message):
             sm100("0.2.5").select_prefill(candidates, consumer, empty(consumer))
+        with pytest.raises(ValueError, match=message):
+            sm100("0.2.5").prefill_tail(candidates, [1, 0, 1])
 
 
 def test_its_device_and_inputs_are_checked() -> None:
@@ -263,6 +271,15 @@ def test_a_package_without_candidates_is_too_old() -> None:
         Sm100Indexer("cpu", deep_gemm=old)
 
 
+def test_a_package_that_cannot_be_inspected_is_refused() -> None:
+    opaque = SimpleNamespace(**dict.fromkeys(FUNCTIONS, min), __version__="0.2.9")
+    with pytest.raises(ValueError, match="no signature"):
+        inspect.signature(opaque.fp8_fp4_mqa_logits)
+    message = rf"^sm100: DeepGEMM 0.2.9 does not say what fp8_fp4_mqa_logits takes: {INSTALL}"
+    with pytest.raises(BackendUnavailable, match=message):
+        DeepGemm(opaque)
+
+
 def test_the_package_is_imported_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     emulator = EMULATORS["0.2.5"]()
     monkeypatch.setitem(sys.modules, "deep_gemm", emulator)
@@ -290,6 +307,24 @@ def test_flat_keys_may_begin_anywhere() -> None:
     sm100("older").topk_prefill(inputs, got)
     mask().topk_prefill(inputs, want)
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_flat_keys_of_rows_that_see_nothing_are_nowhere(version: str) -> None:
+    """Their request may begin past the keys, where the plan is not looked at, as on a GPU."""
+    keys = [palette_keys(n, "fp4", seed=i) for i, n in enumerate((700, 0, 300))]
+    queries = palette_queries(5, 32, "fp4", seed=9)
+    positions = [699, 698, -1, -1, 299]
+    inputs = make_inputs(*queries, keys, positions, [2, 2, 1], layout="flat")
+    want = empty(inputs)
+    indexer = sm100(version)
+    indexer.topk_prefill(inputs, want)
+    blocks = indexer.publish_prefill(inputs).blocks
+    inputs.plan.key_starts[1] = 1 << 20
+    got = empty(inputs)
+    indexer.topk_prefill(inputs, got)
+    assert torch.equal(got, want)
+    assert torch.equal(indexer.publish_prefill(inputs).blocks, blocks)
 
 
 def test_pages_that_do_not_exist_hold_nan() -> None:

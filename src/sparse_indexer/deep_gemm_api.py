@@ -90,6 +90,11 @@ def _device_of(tensor: torch.Tensor) -> AbstractContextManager[None]:
     return torch.cuda.device_of(tensor)  # type: ignore[no-untyped-call]
 
 
+def schedule_bytes(rows: int, n: int) -> int:
+    """What `DeepGemm.schedule` of n blocks a row takes, at most."""
+    return 672 * rows * -(-n // 80) + 16 * 257  # 80 blocks a split; 16 for each of 256 SMs
+
+
 class DeepGemm:
     """One installed version, or an emulator of it.
 
@@ -116,10 +121,20 @@ class DeepGemm:
         if missing:
             has = f"DeepGEMM {self.version} has no {missing[0]}"
             raise BackendUnavailable(f"sm100: {has}: {INSTALL}")
-        parameters = inspect.signature(module.fp8_fp4_mqa_logits).parameters
+        try:
+            parameters = inspect.signature(module.fp8_fp4_mqa_logits).parameters
+        except (TypeError, ValueError) as error:
+            has = f"DeepGEMM {self.version} does not say what fp8_fp4_mqa_logits takes"
+            raise BackendUnavailable(f"sm100: {has}: {INSTALL}") from error
         self._chooses_dtype = "logits_dtype" in parameters
         self.logits_dtype = torch.float32 if self._chooses_dtype else torch.bfloat16
         self.page_alignment = 512 if self._chooses_dtype else 128
+
+    @property
+    def num_sms(self) -> int:
+        """SMs that are scheduled for now; a schedule for others traps."""
+        get = getattr(self._module, "get_num_sms", None)
+        return 0 if get is None else int(get())
 
     @property
     def reads(self) -> str:
