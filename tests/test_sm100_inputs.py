@@ -3,6 +3,7 @@
 
 import importlib
 import inspect
+import re
 import sys
 from types import SimpleNamespace
 
@@ -16,9 +17,10 @@ from sparse_indexer import (
     FlatIndexK,
     IndexKPool,
     PrefillIndexerInputs,
+    testing,
 )
 from sparse_indexer.backends.sm100 import Sm100Indexer
-from sparse_indexer.deep_gemm_api import DeepGemm
+from sparse_indexer.deep_gemm_api import EMULATED, DeepGemm
 from sparse_indexer.formats import KeyFormat
 from sparse_indexer.testing import make_inputs, palette_keys, palette_queries, with_queries
 from sparse_indexer.testing.data import Layout
@@ -30,6 +32,9 @@ FUNCTIONS = (
     "get_paged_sparse_mqa_logits_metadata",
 )
 LENS = [[700, 701, 20], [], [650]]
+
+
+ANY = r"\(.*backend=.mask. takes any\)"
 
 
 def layer(
@@ -123,6 +128,7 @@ def test_a_pool_is_checked_where_it_is_made(version: str) -> None:
     indexer.check_pool(IndexKPool.empty(3, 128, "fp4"))
     fits = sm100("0.2.5").check_pool
     fits(IndexKPool.empty(3, 64, "fp4"))
+    indexer.check_pool(IndexKPool.empty(3, 64, "fp4", page_stride=4608))
     with pytest.raises(ValueError, match=r"^index_k: expected a pool of fp4 keys, .* got None$"):
         indexer.check_pool(None)
     for form, layout, message in (
@@ -161,9 +167,9 @@ def test_dense_logits_of_any_keys_that_the_version_reads(layout: Layout, form: K
     assert torch.equal(out, want)
     published = oracle.publish_prefill(inputs, want)
     got = {"fp8": f"{'flat' if layout == 'flat' else 'a pool of'} fp8 keys", "fp4": "flat fp4 keys"}
-    message = f"^index_k: expected a pool of fp4 keys, to select among candidates, got {got[form]}$"
+    message = rf"^index_k: expected a pool of fp4 keys, .* {ANY}, got {got[form]}$"
     if (form, layout) == ("fp4", "interleaved"):
-        message = "^index_k layout: expected 'planar', as DeepGEMM reads pages, got 'interleaved'$"
+        message = rf"^index_k layout: expected 'planar', as .* {ANY}, got 'interleaved'$"
     if (form, layout) == ("fp4", "planar"):
         message = "^index_k page stride: expected a multiple of 512 bytes"
     if form == "fp4" and layout != "flat":
@@ -180,8 +186,8 @@ def test_dense_logits_of_any_keys_that_the_version_reads(layout: Layout, form: K
 def test_keys_that_the_version_does_not_read_are_refused(form: KeyFormat) -> None:
     inputs = layer(form)
     message = {
-        "fp8": r"^index_k: expected fp4 keys \(DeepGEMM 0.2.5 reads no others, .*\), got fp8$"
-    }.get(form, f"^index_k: expected fp4 or fp8 keys, got {form}$")
+        "fp8": rf"^index_k: expected fp4 keys (?=\(DeepGEMM 0.2.5 reads no o){ANY}, got fp8$"
+    }.get(form, f"^index_k: expected fp4 or fp8 keys {ANY}, got {form}$")
     with pytest.raises(ValueError, match=message):
         sm100("0.2.5").publish_prefill(inputs)
     with pytest.raises(ValueError, match=message):
@@ -191,19 +197,19 @@ def test_keys_that_the_version_does_not_read_are_refused(form: KeyFormat) -> Non
 def test_queries_are_of_the_format_of_the_keys() -> None:
     inputs = layer("fp4")
     other = with_queries(inputs, *palette_queries(4, 32, "fp8", seed=1))
-    message = r"^index_q values: expected uint8, as the keys are fp4, got \[4, 32, 128\] float8_e4"
+    message = r"^index_q values: expected uint8, as the keys are fp4 \(.*\), got \[4, 32, 128\]"
     with pytest.raises(ValueError, match=message):
         sm100("0.2.5").publish_prefill(other)
     inputs = layer("fp8")
     other = with_queries(inputs, *palette_queries(4, 32, "fp4", seed=1))
-    message = r"^index_q values: expected float8_e4m3fn, as the keys are fp8, got \[4, 32, 64\]"
+    message = r"^index_q values: expected float8_e4m3fn, as the keys are fp8 .*, got \[4, 32, 64\]"
     with pytest.raises(ValueError, match=message):
         sm100("older").publish_prefill(other)
 
 
 def test_more_heads_than_are_scored_are_refused() -> None:
     inputs = layer(heads=65)
-    with pytest.raises(ValueError, match=r"^index_q values: expected at most 64 heads, got 65$"):
+    with pytest.raises(ValueError, match=rf"^index_q values: .* 64 heads {ANY}, got 65$"):
         sm100("0.2.5").publish_prefill(inputs)
 
 
@@ -241,7 +247,7 @@ def test_a_missing_package_is_named_with_the_fix(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "deep_gemm", None)  # as if it were not installed
     message = rf"^sm100: no DeepGEMM \(ModuleNotFoundError: .*deep_gemm.*\): {INSTALL}"
     with pytest.raises(BackendUnavailable, match=message):
-        Sm100Indexer("cpu")
+        DeepGemm()
 
 
 @pytest.mark.parametrize(
@@ -261,7 +267,7 @@ def test_a_package_that_cannot_be_imported_is_named_with_the_fix(
     why = " ".join(str(error).split())
     message = rf"^sm100: no DeepGEMM \({type(error).__name__}: ?{why}\): {fix}"
     with pytest.raises(BackendUnavailable, match=message):
-        Sm100Indexer("cpu")
+        DeepGemm()
 
 
 def test_a_package_without_candidates_is_too_old() -> None:
@@ -284,7 +290,16 @@ def test_the_package_is_imported_by_default(monkeypatch: pytest.MonkeyPatch) -> 
     emulator = EMULATORS["0.2.5"]()
     monkeypatch.setitem(sys.modules, "deep_gemm", emulator)
     assert DeepGemm().version == "0.2.5"
-    assert Sm100Indexer("cpu").topk_blocks == 2048
+
+
+def test_on_a_cpu_the_emulator_is_named() -> None:
+    with pytest.raises(BackendUnavailable, match=f"^sm100: needs a GPU, .* {re.escape(EMULATED)}$"):
+        Sm100Indexer("cpu")
+    assert EMULATED.endswith("=sparse_indexer.testing.DeepGemmEmulator()")
+    assert Sm100Indexer("cpu", deep_gemm=testing.DeepGemmEmulator()).topk_blocks == 2048
+    assert testing.OlderDeepGemmEmulator is EMULATORS["older"]
+    with pytest.raises(AttributeError, match="no attribute 'Emulator'"):
+        _ = testing.Emulator
 
 
 def test_the_generations_are_told_apart() -> None:

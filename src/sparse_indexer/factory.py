@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from sparse_indexer.backends.mask import MaskIndexer
+from sparse_indexer.deep_gemm_api import EMULATED
 from sparse_indexer.devices import resolve_device
 from sparse_indexer.errors import BackendUnavailable, describe, mismatch
 from sparse_indexer.protocol import CandidateIndexer
@@ -97,7 +98,8 @@ def make_candidate_indexer(
                 _log_choice(name, str(where))
             return indexer
         if backend != "auto":
-            raise BackendUnavailable(f"{name}: {reason}")
+            emulated = f", or {EMULATED}" if (name, where.type) == ("sm100", "cpu") else ""
+            raise BackendUnavailable(f"{name}: {reason}{emulated}")
     raise AssertionError("mask runs everywhere")
 
 

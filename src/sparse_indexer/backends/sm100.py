@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from sparse_indexer.deep_gemm_api import MAX_BLOCKS, DeepGemm, aligned, queries_of
+from sparse_indexer.deep_gemm_api import EMULATED, MAX_BLOCKS, DeepGemm, aligned, queries_of
 from sparse_indexer.dense_tiles import DenseTile, dense_tiles, unread_logits
 from sparse_indexer.devices import resolve_device
-from sparse_indexer.errors import expect_int, expect_tensor, mismatch
+from sparse_indexer.errors import BackendUnavailable, expect_int, expect_tensor, mismatch
 from sparse_indexer.formats import INT32_MAX
 from sparse_indexer.index_k import IndexKPool
 from sparse_indexer.inputs import BLOCK_SIZE, PrefillIndexerInputs
@@ -81,6 +81,8 @@ class Sm100Indexer:
         self.device = resolve_device(device)
         if self.device.type not in ("cuda", "cpu"):
             raise mismatch("device", "a CUDA device", str(self.device))
+        if self.device.type == "cpu" and deep_gemm is None:
+            raise BackendUnavailable(f"sm100: needs a GPU, the device is a CPU: use {EMULATED}")
         self.topk = expect_int("topk", topk, 0, 1 << 15)
         self.topk_blocks = expect_int("topk_blocks", topk_blocks, 1, MAX_BLOCKS)
         if topk_blocks % 4:
