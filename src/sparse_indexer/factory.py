@@ -73,7 +73,8 @@ def make_candidate_indexer(
         backend: a name of the support matrix, or `"auto"`: the fastest one that can run there.
             What `auto` chose is logged once per device, at level INFO of `sparse_indexer`, and at
             WARNING a backend for this GPU that cannot be made: its kernels cannot be built, or
-            `sm100` has no DeepGEMM.
+            `sm100` has no DeepGEMM. It does not know the keys: `sm100` refuses fp8 ones when they
+            are published (before DeepGEMM 0.2.5: selected from); `backend="mask"` takes them.
 
     Raises:
         ValueError: an unknown backend or device, or an option out of the backend's range.

@@ -42,7 +42,8 @@ class Sm100Indexer:
 
     fp4 keys with fp4 queries, at most 64 heads. Consumers read a pool of planar pages, where they
     lie: their stride is a multiple of 128 bytes, or of 512 before DeepGEMM 0.2.5. Sources take flat
-    keys, too, and before 0.2.5 fp8 keys with fp8 queries; full layers also any pages. A source
+    keys, too, and before 0.2.5 fp8 keys with fp8 queries, which no consumer here reads, nor the
+    source for its own positions if topk >= topk_blocks; full layers also any pages. A source
     whose dense logits are rounded otherwise than those of candidates (before 0.2.5, or more than 32
     heads) selects its own positions as a consumer does.
 
@@ -50,21 +51,24 @@ class Sm100Indexer:
     heads (so a sum that cancels has few bits left), dense ones likewise, but before 0.2.5 to
     float32.
 
+    DeepGEMM allocates a workspace of 8 MiB at its first call on a stream, which must not be in a
+    capture: publish or select once on a stream before a graph is captured on it.
+
     Args:
         device: a CUDA device; a CPU with an emulator.
         topk: positions a row selects.
         topk_blocks: blocks of 8 positions a row publishes, a multiple of 4 of at most 4096.
         memory_budget: bytes of scratch beside inputs, outputs and what a publish returns, at most.
             That is a table of 4 bytes a block, and what DeepGEMM takes to schedule it, which is
-            about 9 bytes a block; some 30 bytes a row are not counted.
+            about 9 bytes a block; some 30 bytes a row, and DeepGEMM's workspace, are not counted.
         deep_gemm: the module or an emulator of it; `None`: the package `deep_gemm`.
 
     Raises:
         ValueError: an option is out of range; from the methods also: keys, pages or queries that
             the installed version does not read (the message says what fits), or a budget below
             what the longest request takes.
-        BackendUnavailable: DeepGEMM is missing or too old, or a kernel can be neither built nor
-            loaded.
+        BackendUnavailable: DeepGEMM is missing or too old, a CPU has no emulator, or a kernel can
+            be neither built nor loaded.
     """
 
     name = "sm100"
@@ -137,7 +141,11 @@ class Sm100Indexer:
     def select_prefill(
         self, candidates: Candidates, inputs: PrefillIndexerInputs, out_positions: torch.Tensor
     ) -> None:
-        """See `CandidateIndexer.select_prefill`. Takes any backend's candidates."""
+        """See `CandidateIndexer.select_prefill`. Takes any backend's candidates.
+
+        The publish made their schedules for its plan: with that plan object, or another one with
+        the same `page_table` tensor, none is made here.
+        """
         expect_call(self, inputs, out_positions, wanted=True)
         api, plan = self._deep_gemm, inputs.plan
         api.expect_dense(inputs)
