@@ -6,18 +6,14 @@ from functools import wraps
 from typing import Any, NamedTuple
 from weakref import ref
 
-import msgspec
-import pytest
 import torch
 
-import sparse_indexer.testing.check as kit
 from sparse_indexer import Candidates, PrefillIndexerInputs
 from sparse_indexer.backends.mask import MaskIndexer
 from sparse_indexer.backends.sm100 import Sm100Indexer
 from sparse_indexer.dense_tiles import dense_tiles
 from sparse_indexer.protocol import CandidateIndexer
 from sparse_indexer.testing import (
-    Case,
     block_values,
     dictated,
     make_inputs,
@@ -26,7 +22,7 @@ from sparse_indexer.testing import (
     random_queries,
     with_queries,
 )
-from sparse_indexer.testing.check import Report
+from sparse_indexer.testing.check import Report, check_backend
 from sparse_indexer.testing.deep_gemm import DeepGemmEmulator, OlderDeepGemmEmulator
 
 EMULATORS = {"0.2.5": DeepGemmEmulator, "older": OlderDeepGemmEmulator}
@@ -153,33 +149,17 @@ def expect_agreement(
 
 def check_within_tolerance(indexer: Sm100Indexer, heads: int, page_sizes: Sequence[int]) -> Report:
     """The conformance kit, in the formats and pages that consumers read, logits rounded."""
-    loose = {
-        name: lambda config, make=make: _within_tolerance(make(config))
-        for name, make in kit.CASES.items()
-    }
     alike = indexer._deep_gemm.rounds_alike(heads)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kit, "CASES", loose)
-        return kit.check_backend(
-            indexer,
-            formats=["fp4"],
-            layouts=["planar"],
-            heads=[heads],
-            page_sizes=page_sizes,
-            tolerance=2**-6,
-            own_logits=(lambda inputs: _own_logits(indexer, inputs)) if alike else None,
-        )
-
-
-def _within_tolerance(case: Case) -> Case:
-    """The case, its logits rounded; the kit compares positions that no start is added to."""
-
-    def without_starts(inputs: PrefillIndexerInputs) -> PrefillIndexerInputs:
-        plan = msgspec.structs.replace(inputs.plan, request_starts=None)
-        return PrefillIndexerInputs(plan, inputs.index_q, inputs.head_weights, inputs.index_k)
-
-    exact = not case.source.plan.num_rows
-    return Case(without_starts(case.source), without_starts(case.consumer), exact=exact)
+    return check_backend(
+        indexer,
+        formats=["fp4"],
+        layouts=["planar"],
+        heads=[heads],
+        page_sizes=page_sizes,
+        tolerance=2**-6,
+        exact_cases=False,
+        own_logits=(lambda inputs: _own_logits(indexer, inputs)) if alike else None,
+    )
 
 
 def _own_logits(indexer: Sm100Indexer, inputs: PrefillIndexerInputs) -> torch.Tensor:
@@ -201,6 +181,8 @@ class Spy:
         emulator = EMULATORS[version]()
         self.calls: list[tuple[str, Any]] = []  # (function, its result's rows or arguments)
         self.most = 0
+        self.schedules: list[ref[torch.Tensor]] = []
+        self.most_schedules = 0  # that were alive at once
         self._alive: dict[int, ref[torch.Tensor]] = {}
         for name in ("fp8_fp4_mqa_logits", "fp8_fp4_paged_sparse_mqa_logits"):
             setattr(self, name, self._keeping(name, getattr(emulator, name)))
@@ -217,7 +199,11 @@ class Spy:
 
     def get_paged_sparse_mqa_logits_metadata(self, *arguments: Any) -> torch.Tensor:
         self.calls.append(("schedule", arguments))
-        return self._schedule(*arguments)
+        metadata = self._schedule(*arguments)
+        self.schedules.append(ref(metadata))
+        alive = sum(held() is not None for held in self.schedules)
+        self.most_schedules = max(self.most_schedules, alive)
+        return metadata
 
     def _keeping(self, name: str, call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @wraps(call)  # its signature, too

@@ -212,7 +212,9 @@ def test_doctor_knows_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     text = invoke("doctor")
+    assert not re.search(r"^ fix +pip install 'sgl-deep-gemm", text, re.M)  # for no GPU here
     assert "cuda:0: Some GPU, compute capability 7.5, 11.8 GB\n" in text
     assert re.search(r"^ cuda:0 +sm90 +9\.0 +is for compute capability 9\.0, cuda:0", text, re.M)
     assert re.search(r"^ cuda:0 +mask .* usable", text, re.M)

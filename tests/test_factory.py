@@ -188,6 +188,8 @@ def test_what_is_not_in_the_release_is_said_to_be_so(
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_gpu_backend_needs_a_gpu(released: None, name: str, device: str) -> None:
     message = f"{name}: needs an NVIDIA GPU, the device is {device}: use backend='mask'"
+    if (name, device) == ("sm100", "cpu"):
+        message += ", or Sm100Indexer with deep_gemm=sparse_indexer.testing.DeepGemmEmulator()"
     with refused(message, BackendUnavailable):
         make_candidate_indexer(device, backend=name)
 

@@ -264,6 +264,18 @@ def test_an_empty_pool_holds_zero_keys(form: str, layout: str) -> None:
     assert IndexKPool.empty(2, 16, form, layout, device="meta").pages.is_meta
 
 
+@EVERY_FORMAT
+def test_an_empty_pool_may_have_padded_pages(form: str) -> None:
+    pool = IndexKPool.empty(3, 64, form, page_stride=64 * 264)
+    assert pool.pages.stride(0) * pool.pages.itemsize == 64 * 264
+    assert pool.pages[0].nbytes == page_bytes(form, 64)
+    with refused(f"page_stride: expected an int of at least {page_bytes(form, 64)}, got 8"):
+        IndexKPool.empty(3, 64, form, page_stride=8)
+    if form in ("fp16", "bf16"):
+        with refused("page_stride: expected a multiple of 2 bytes, got 16897"):
+            IndexKPool.empty(3, 64, form, page_stride=16_897)
+
+
 def test_planar_is_the_default() -> None:
     assert IndexKPool.empty(1, 8, "fp8").layout == "planar"
     assert IndexKPool(torch.zeros(1, 8 * 132, dtype=torch.uint8), 8, "fp8").layout == "planar"

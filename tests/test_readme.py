@@ -56,8 +56,11 @@ def test_the_attention_example_attends() -> None:
     torch.testing.assert_close(made["out"].double(), want, rtol=2.0**-10, atol=1e-5)
 
 
-def test_the_conformance_example_passes(capsys: pytest.CaptureFixture[str]) -> None:
-    run(BLOCKS[3])
+def test_the_conformance_examples_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    report = run(BLOCKS[3])["report"]
+    assert report.backend == "sm100"
+    assert report.selecting_rows > 40
+    run(BLOCKS[4])
     assert "mask: 0 of" in capsys.readouterr().out
 
 

@@ -2,6 +2,7 @@
 """The sm100 backend on a CPU, over an emulated DeepGEMM of either generation."""
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -24,11 +25,14 @@ from sm100_support import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sparse_indexer import IndexKPool, PrefillIndexerInputs
+from sparse_indexer import IndexKPool, PrefillIndexerInputs, PrefillPlan
 from sparse_indexer.backends.sm100 import Sm100Indexer
+from sparse_indexer.deep_gemm_api import schedule_bytes
 from sparse_indexer.formats import INT32_MAX
+from sparse_indexer.lasting import Ready
 from sparse_indexer.row_ops import RowOps
-from sparse_indexer.testing.data import tail_inputs
+from sparse_indexer.testing import make_inputs, random_keys, random_queries
+from sparse_indexer.testing.data import Layout, tail_inputs
 
 VERSIONS = list(EMULATORS)
 KiB = 1 << 10
@@ -130,6 +134,39 @@ def test_a_tail_is_the_rows_of_the_whole(version: str) -> None:
     assert torch.equal(again.blocks, whole.blocks[source.plan.tail_rows(shorter)])
 
 
+def test_a_tail_of_another_stream_is_waited_for_before_it_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All of it: whatever a select or a tail reads may be freed by the stream that made it."""
+    source, consumer = exact_layers(request_starts=[0, 1, 2, 3, 4, 5, 6])
+    indexer, seen, waited = sm100("0.2.5"), [], set()
+    tail_lens = [0, 3, 1, 4, 0, 0, 2]
+    tail = indexer.prefill_tail(indexer.publish_prefill(source), tail_lens)
+
+    def wait(ready: Ready, tensors: Iterable[torch.Tensor]) -> None:
+        if ready is tail.ready:
+            seen.append("waited")
+            waited.update(t.untyped_storage().data_ptr() for t in tensors)
+
+    rows_by_request = PrefillPlan.rows_by_request
+
+    def read(plan: PrefillPlan) -> torch.Tensor:
+        seen.append("read")
+        return rows_by_request(plan)
+
+    monkeypatch.setattr(Ready, "wait", wait)
+    monkeypatch.setattr(PrefillPlan, "rows_by_request", read)
+    indexer.prefill_tail(tail, [0, 1, 1, 1, 0, 0, 1])
+    assert seen == ["waited", "read"]
+    out = torch.empty(len(tail.blocks), 16, dtype=torch.int32)
+    waited.clear()
+    indexer.select_prefill(tail, tail_inputs(consumer, tail_lens), out)
+    plan, (tile,) = tail.plan, tail.schedules.tiles
+    needed = (plan.compressed_lens, plan.request_of_row, plan.request_starts, plan.page_table)
+    for tensor in (*needed, tile.lens, tile.table, tile.metadata):
+        assert tensor.untyped_storage().data_ptr() in waited
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_random_data_agrees_with_the_mask_backend(version: str) -> None:
     lens = [[2900 + 3 * i for i in range(20)], [1500 + i for i in range(11)]]
@@ -202,7 +239,7 @@ def test_candidates_of_64_heads_are_scored_within_the_budget(version: str) -> No
     source, consumer = random_layers([[100 + i for i in range(33)]], heads=64)
     candidates = sm100(version, topk_blocks=512).publish_prefill(source)
     spy = Spy(version)
-    indexer = Sm100Indexer("cpu", topk=16, memory_budget=200 * KiB, deep_gemm=spy)
+    indexer = Sm100Indexer("cpu", topk=16, memory_budget=250 * KiB, deep_gemm=spy)
     out, want = (torch.full((33, 16), POISON, dtype=torch.int32) for _ in range(2))
     indexer.select_prefill(candidates, consumer, out)
     assert spy.of("fp8_fp4_paged_sparse_mqa_logits") == [8] * 8 + [1] * 2
@@ -257,12 +294,114 @@ def test_schedules_are_made_once(version: str) -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
+def test_schedules_are_for_the_sms_of_now(version: str) -> None:
+    source, consumer = exact_layers()
+    emulator = EMULATORS[version]()
+    indexer = sm100(version, deep_gemm=emulator)
+    want = run(indexer, source, consumer)
+    emulator.set_num_sms(100)
+    out = torch.full_like(want.selected, POISON)
+    indexer.select_prefill(want.candidates, consumer, out)
+    assert torch.equal(out, want.selected)
+    tail = indexer.prefill_tail(want.candidates, source.plan.rows_per_request)
+    assert (want.candidates.schedules.num_sms, tail.schedules.num_sms) == (148, 100)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_schedules_can_be_recorded(version: str) -> None:
+    """Before 0.2.3 they come by DLPack, and torch's allocator does not know them as its own."""
+
+    class Foreign(EMULATORS[version]):
+        def get_paged_sparse_mqa_logits_metadata(self, *arguments: Any) -> torch.Tensor:
+            return torch.from_dlpack(super().get_paged_sparse_mqa_logits_metadata(*arguments))
+
+    both = exact_layers()
+    got = run(sm100(version, deep_gemm=Foreign()), *both)
+    assert same(got, run(sm100(version), *both))
+    (tile,) = got.candidates.schedules.tiles
+    assert tile.metadata.untyped_storage().resizable()
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_schedules_that_a_select_makes_are_of_its_budget(version: str) -> None:
+    """One at a time; those of a publish are the caller's to keep."""
+    source, consumer = random_layers([[2000 + i for i in range(60)]])
+    candidates, budget = mask(topk_blocks=96).publish_prefill(source), 300 * KiB
+    spy = Spy(version)
+    out, want = (torch.full((60, 16), POISON, dtype=torch.int32) for _ in range(2))
+    sm100(version, deep_gemm=spy, memory_budget=budget).select_prefill(candidates, consumer, out)
+    assert len(spy.schedules) > 2
+    assert spy.most_schedules == 1
+    sm100(version).select_prefill(candidates, consumer, want)
+    assert torch.equal(out, want)
+    made = EMULATORS[version]().get_paged_sparse_mqa_logits_metadata(*spy.of("schedule")[0])
+    rows, n = spy.of("schedule")[0][4].shape
+    assert schedule_bytes(rows, n) - 16 * 257 < len(made) <= schedule_bytes(rows, n)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_budget_that_cannot_schedule_is_refused_before_anything_is_scored(version: str) -> None:
+    source, _ = random_layers([[4100 + i for i in range(8)]])
+    spy = Spy(version)
+    options = {"topk_blocks": 4096, "deep_gemm": spy}
+    with pytest.raises(ValueError, match=r"^memory_budget: expected at least") as error:
+        sm100(version, memory_budget=600 * KiB, **options).publish_prefill(source)
+    assert not spy.calls
+    least = int(str(error.value).split()[4])
+    sm100(version, memory_budget=least, **options).publish_prefill(source)
+
+
+class Spans(BlankDeepGemm):
+    """Counts dot products: four neighboring rows are scored over all that any of them sees."""
+
+    def __init__(self) -> None:
+        self.scored = 0
+
+    def fp8_fp4_mqa_logits(
+        self,
+        q: Any,
+        kv: Any,
+        weights: torch.Tensor,
+        start: torch.Tensor,
+        end: torch.Tensor,
+        max_seqlen_k: int,
+    ) -> torch.Tensor:
+        for first in range(0, len(start), 4):
+            some = slice(first, first + 4)
+            self.scored += 4 * int(end[some].max() - start[some].min())
+        return super().fp8_fp4_mqa_logits(q, kv, weights, max_seqlen_k=max_seqlen_k)
+
+
+@pytest.mark.parametrize("layout", ["planar", "flat"])
+def test_interleaved_rows_are_scored_as_those_in_order(layout: Layout) -> None:
+    requests, rows = 16, 6
+    keys = [random_keys(500, "fp4", seed=i) for i in range(requests)]
+    queries = random_queries(requests * rows, 32, "fp4", seed=90)
+    counts, of_row = [rows] * requests, list(range(requests)) * rows
+    scored = []
+    for order in (sorted(of_row), of_row):
+        seen: list[int] = [0] * requests
+        positions = []
+        for request in order:
+            positions.append(493 + seen[request])
+            seen[request] += 1
+        inputs = make_inputs(*queries, keys, positions, counts, layout=layout, request_of_row=order)
+        spans = Spans()
+        indexer = sm100("0.2.5", deep_gemm=spans)
+        indexer.publish_prefill(inputs)
+        indexer.topk_prefill(inputs, torch.empty(requests * rows, 16, dtype=torch.int32))
+        scored.append(spans.scored)
+    assert 0 < scored[1] <= 1.1 * scored[0]
+    assert scored[0] < 2 * 2 * sum(n + 1 for n in positions)  # publish and topk, ends of requests
+
+
+@pytest.mark.parametrize("version", VERSIONS)
 def test_rows_that_select_all_they_see_are_not_scored(version: str) -> None:
     layers = exact_layers([[16, 9, 0, 1], [12]])
     spy = Spy(version)
     indexer = Sm100Indexer("cpu", topk=16, topk_blocks=24, deep_gemm=spy)
     assert same(run(indexer, *layers), run(mask(), *layers))
-    assert {name for name, _ in spy.calls} <= {"schedule"}
+    assert not spy.calls
 
 
 @pytest.mark.parametrize("lens", [[], [[], []], [[0, 0], [0]]])

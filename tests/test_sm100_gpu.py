@@ -174,6 +174,37 @@ def test_publish_on_one_stream_and_select_on_another() -> None:
         assert torch.equal(tail, want[i % 3].blocks[tail_rows])
 
 
+def test_a_tail_of_one_stream_is_selected_and_cut_on_another() -> None:
+    """All that a tail has is its own, its plan, too: it may go as soon as the calls are made."""
+    source, consumer = exact_layers(SHORT, device=GPU)
+    indexer = quiet()
+    rows, of_tail = source.plan.tail_rows(TAIL), tail_inputs(consumer, TAIL)
+    shorter = [2, 0, 0, 1]
+    want = run(indexer, source, consumer)
+    outs = [torch.full((sum(TAIL), 64), 7, dtype=torch.int32, device=DEVICE) for _ in range(6)]
+    cuts = [torch.full((sum(shorter), 100), 7, dtype=torch.int32, device=DEVICE) for _ in outs]
+    torch.cuda.synchronize()
+    one, two = torch.cuda.Stream(), torch.cuda.Stream()
+    for out, cut in zip(outs, cuts, strict=True):
+        with torch.cuda.stream(one):
+            late(5)
+            tail = indexer.prefill_tail(indexer.publish_prefill(source), TAIL)
+        with torch.cuda.stream(two):
+            cut.copy_(indexer.prefill_tail(tail, shorter).blocks)
+            late(10)
+            indexer.select_prefill(tail, of_tail, out)
+        plan = tail.plan
+        shapes = [t.shape for t in (plan.compressed_lens, plan.request_of_row)]
+        del tail, plan
+        with torch.cuda.stream(one):  # what the tail's memory would hold next
+            junk = [torch.zeros(shape, dtype=torch.int32, device=DEVICE) for shape in shapes * 8]
+        del junk
+    torch.cuda.synchronize()
+    for out, cut in zip(outs, cuts, strict=True):
+        assert torch.equal(out, want.selected[rows])
+        assert torch.equal(cut, want.blocks[source.plan.tail_rows(shorter)])
+
+
 def test_blocks_are_read_on_another_stream() -> None:
     source, _ = exact_layers(SHORT, device=GPU)
     indexer = quiet()

@@ -2,6 +2,8 @@
 """What the sm100 backend reads, and what it refuses: keys, pages, queries, DeepGEMM itself."""
 
 import importlib
+import inspect
+import re
 import sys
 from types import SimpleNamespace
 
@@ -15,15 +17,24 @@ from sparse_indexer import (
     FlatIndexK,
     IndexKPool,
     PrefillIndexerInputs,
+    testing,
 )
 from sparse_indexer.backends.sm100 import Sm100Indexer
-from sparse_indexer.deep_gemm_api import DeepGemm
+from sparse_indexer.deep_gemm_api import EMULATED, DeepGemm
 from sparse_indexer.formats import KeyFormat
 from sparse_indexer.testing import make_inputs, palette_keys, palette_queries, with_queries
 from sparse_indexer.testing.data import Layout
 
 VERSIONS = list(EMULATORS)
+FUNCTIONS = (
+    "fp8_fp4_mqa_logits",
+    "fp8_fp4_paged_sparse_mqa_logits",
+    "get_paged_sparse_mqa_logits_metadata",
+)
 LENS = [[700, 701, 20], [], [650]]
+
+
+ANY = r"\(.*backend=.mask. takes any\)"
 
 
 def layer(
@@ -117,6 +128,7 @@ def test_a_pool_is_checked_where_it_is_made(version: str) -> None:
     indexer.check_pool(IndexKPool.empty(3, 128, "fp4"))
     fits = sm100("0.2.5").check_pool
     fits(IndexKPool.empty(3, 64, "fp4"))
+    indexer.check_pool(IndexKPool.empty(3, 64, "fp4", page_stride=4608))
     with pytest.raises(ValueError, match=r"^index_k: expected a pool of fp4 keys, .* got None$"):
         indexer.check_pool(None)
     for form, layout, message in (
@@ -155,9 +167,9 @@ def test_dense_logits_of_any_keys_that_the_version_reads(layout: Layout, form: K
     assert torch.equal(out, want)
     published = oracle.publish_prefill(inputs, want)
     got = {"fp8": f"{'flat' if layout == 'flat' else 'a pool of'} fp8 keys", "fp4": "flat fp4 keys"}
-    message = f"^index_k: expected a pool of fp4 keys, to select among candidates, got {got[form]}$"
+    message = rf"^index_k: expected a pool of fp4 keys, .* {ANY}, got {got[form]}$"
     if (form, layout) == ("fp4", "interleaved"):
-        message = "^index_k layout: expected 'planar', as DeepGEMM reads pages, got 'interleaved'$"
+        message = rf"^index_k layout: expected 'planar', as .* {ANY}, got 'interleaved'$"
     if (form, layout) == ("fp4", "planar"):
         message = "^index_k page stride: expected a multiple of 512 bytes"
     if form == "fp4" and layout != "flat":
@@ -174,8 +186,8 @@ def test_dense_logits_of_any_keys_that_the_version_reads(layout: Layout, form: K
 def test_keys_that_the_version_does_not_read_are_refused(form: KeyFormat) -> None:
     inputs = layer(form)
     message = {
-        "fp8": r"^index_k: expected fp4 keys \(DeepGEMM 0.2.5 reads no others, .*\), got fp8$"
-    }.get(form, f"^index_k: expected fp4 or fp8 keys, got {form}$")
+        "fp8": rf"^index_k: expected fp4 keys (?=\(DeepGEMM 0.2.5 reads no o){ANY}, got fp8$"
+    }.get(form, f"^index_k: expected fp4 or fp8 keys {ANY}, got {form}$")
     with pytest.raises(ValueError, match=message):
         sm100("0.2.5").publish_prefill(inputs)
     with pytest.raises(ValueError, match=message):
@@ -185,19 +197,19 @@ def test_keys_that_the_version_does_not_read_are_refused(form: KeyFormat) -> Non
 def test_queries_are_of_the_format_of_the_keys() -> None:
     inputs = layer("fp4")
     other = with_queries(inputs, *palette_queries(4, 32, "fp8", seed=1))
-    message = r"^index_q values: expected uint8, as the keys are fp4, got \[4, 32, 128\] float8_e4"
+    message = r"^index_q values: expected uint8, as the keys are fp4 \(.*\), got \[4, 32, 128\]"
     with pytest.raises(ValueError, match=message):
         sm100("0.2.5").publish_prefill(other)
     inputs = layer("fp8")
     other = with_queries(inputs, *palette_queries(4, 32, "fp4", seed=1))
-    message = r"^index_q values: expected float8_e4m3fn, as the keys are fp8, got \[4, 32, 64\]"
+    message = r"^index_q values: expected float8_e4m3fn, as the keys are fp8 .*, got \[4, 32, 64\]"
     with pytest.raises(ValueError, match=message):
         sm100("older").publish_prefill(other)
 
 
 def test_more_heads_than_are_scored_are_refused() -> None:
     inputs = layer(heads=65)
-    with pytest.raises(ValueError, match=r"^index_q values: expected at most 64 heads, got 65$"):
+    with pytest.raises(ValueError, match=rf"^index_q values: .* 64 heads {ANY}, got 65$"):
         sm100("0.2.5").publish_prefill(inputs)
 
 
@@ -211,6 +223,8 @@ def test_widths_that_have_no_kernel_are_refused(topk_blocks: int) -> None:
         message = "^candidates.blocks: expected a multiple of 4 of at most 4096 columns, got"
         with pytest.raises(ValueError, match=message):
             sm100("0.2.5").select_prefill(candidates, consumer, empty(consumer))
+        with pytest.raises(ValueError, match=message):
+            sm100("0.2.5").prefill_tail(candidates, [1, 0, 1])
 
 
 def test_its_device_and_inputs_are_checked() -> None:
@@ -233,7 +247,7 @@ def test_a_missing_package_is_named_with_the_fix(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "deep_gemm", None)  # as if it were not installed
     message = rf"^sm100: no DeepGEMM \(ModuleNotFoundError: .*deep_gemm.*\): {INSTALL}"
     with pytest.raises(BackendUnavailable, match=message):
-        Sm100Indexer("cpu")
+        DeepGemm()
 
 
 @pytest.mark.parametrize(
@@ -253,7 +267,7 @@ def test_a_package_that_cannot_be_imported_is_named_with_the_fix(
     why = " ".join(str(error).split())
     message = rf"^sm100: no DeepGEMM \({type(error).__name__}: ?{why}\): {fix}"
     with pytest.raises(BackendUnavailable, match=message):
-        Sm100Indexer("cpu")
+        DeepGemm()
 
 
 def test_a_package_without_candidates_is_too_old() -> None:
@@ -263,11 +277,29 @@ def test_a_package_without_candidates_is_too_old() -> None:
         Sm100Indexer("cpu", deep_gemm=old)
 
 
+def test_a_package_that_cannot_be_inspected_is_refused() -> None:
+    opaque = SimpleNamespace(**dict.fromkeys(FUNCTIONS, min), __version__="0.2.9")
+    with pytest.raises(ValueError, match="no signature"):
+        inspect.signature(opaque.fp8_fp4_mqa_logits)
+    message = rf"^sm100: DeepGEMM 0.2.9 does not say what fp8_fp4_mqa_logits takes: {INSTALL}"
+    with pytest.raises(BackendUnavailable, match=message):
+        DeepGemm(opaque)
+
+
 def test_the_package_is_imported_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     emulator = EMULATORS["0.2.5"]()
     monkeypatch.setitem(sys.modules, "deep_gemm", emulator)
     assert DeepGemm().version == "0.2.5"
-    assert Sm100Indexer("cpu").topk_blocks == 2048
+
+
+def test_on_a_cpu_the_emulator_is_named() -> None:
+    with pytest.raises(BackendUnavailable, match=f"^sm100: needs a GPU, .* {re.escape(EMULATED)}$"):
+        Sm100Indexer("cpu")
+    assert EMULATED.endswith("=sparse_indexer.testing.DeepGemmEmulator()")
+    assert Sm100Indexer("cpu", deep_gemm=testing.DeepGemmEmulator()).topk_blocks == 2048
+    assert testing.OlderDeepGemmEmulator is EMULATORS["older"]
+    with pytest.raises(AttributeError, match="no attribute 'Emulator'"):
+        _ = testing.Emulator
 
 
 def test_the_generations_are_told_apart() -> None:
@@ -290,6 +322,24 @@ def test_flat_keys_may_begin_anywhere() -> None:
     sm100("older").topk_prefill(inputs, got)
     mask().topk_prefill(inputs, want)
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_flat_keys_of_rows_that_see_nothing_are_nowhere(version: str) -> None:
+    """Their request may begin past the keys, where the plan is not looked at, as on a GPU."""
+    keys = [palette_keys(n, "fp4", seed=i) for i, n in enumerate((700, 0, 300))]
+    queries = palette_queries(5, 32, "fp4", seed=9)
+    positions = [699, 698, -1, -1, 299]
+    inputs = make_inputs(*queries, keys, positions, [2, 2, 1], layout="flat")
+    want = empty(inputs)
+    indexer = sm100(version)
+    indexer.topk_prefill(inputs, want)
+    blocks = indexer.publish_prefill(inputs).blocks
+    inputs.plan.key_starts[1] = 1 << 20
+    got = empty(inputs)
+    indexer.topk_prefill(inputs, got)
+    assert torch.equal(got, want)
+    assert torch.equal(indexer.publish_prefill(inputs).blocks, blocks)
 
 
 def test_pages_that_do_not_exist_hold_nan() -> None:

@@ -150,7 +150,10 @@ def doctor() -> None:
     tools = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in ("for kernels", "found"):
         tools.add_column(name, overflow="fold")
-    for subject, finding in [*report(), *deep_gemm.lines]:
+    wanted = any(why_not("sm100", gpu) is None for gpu in gpus)
+    missing = ("DeepGEMM", "not installed")
+    lines = deep_gemm.lines if wanted or missing not in deep_gemm.lines else [missing]
+    for subject, finding in [*report(), *lines]:
         tools.add_row(subject, escape(finding))
     console.print(tools)
 

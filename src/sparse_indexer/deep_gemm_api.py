@@ -29,6 +29,8 @@ CANDIDATE_HEADS = 32  # that are scored at once
 _PACKAGE = "'sgl-deep-gemm>=0.2.0,<0.3'"
 INSTALL = f"pip install {_PACKAGE}"
 OTHER_TORCH = f"pip install -U torch {_PACKAGE}, as a release is built for one torch"
+EMULATED = "Sm100Indexer with deep_gemm=sparse_indexer.testing.DeepGemmEmulator()"
+_ANY = 'backend="mask" takes any'
 _FP4_BYTES = FORMATS["fp4"].payload_bytes + FORMATS["fp4"].scale_bytes
 _FUNCTIONS = (
     "fp8_fp4_mqa_logits",
@@ -90,6 +92,11 @@ def _device_of(tensor: torch.Tensor) -> AbstractContextManager[None]:
     return torch.cuda.device_of(tensor)  # type: ignore[no-untyped-call]
 
 
+def schedule_bytes(rows: int, n: int) -> int:
+    """What `DeepGemm.schedule` of n blocks a row takes, at most."""
+    return 672 * rows * -(-n // 80) + 16 * 257  # 80 blocks a split; 16 for each of 256 SMs
+
+
 class DeepGemm:
     """One installed version, or an emulator of it.
 
@@ -116,10 +123,20 @@ class DeepGemm:
         if missing:
             has = f"DeepGEMM {self.version} has no {missing[0]}"
             raise BackendUnavailable(f"sm100: {has}: {INSTALL}")
-        parameters = inspect.signature(module.fp8_fp4_mqa_logits).parameters
+        try:
+            parameters = inspect.signature(module.fp8_fp4_mqa_logits).parameters
+        except (TypeError, ValueError) as error:
+            has = f"DeepGEMM {self.version} does not say what fp8_fp4_mqa_logits takes"
+            raise BackendUnavailable(f"sm100: {has}: {INSTALL}") from error
         self._chooses_dtype = "logits_dtype" in parameters
         self.logits_dtype = torch.float32 if self._chooses_dtype else torch.bfloat16
         self.page_alignment = 512 if self._chooses_dtype else 128
+
+    @property
+    def num_sms(self) -> int:
+        """SMs that are scheduled for now; a schedule for others traps."""
+        get = getattr(self._module, "get_num_sms", None)
+        return 0 if get is None else int(get())
 
     @property
     def reads(self) -> str:
@@ -133,16 +150,17 @@ class DeepGemm:
         """`ValueError` unless `dense_logits` takes such keys and queries."""
         form, values = inputs.index_k.format, inputs.index_q.values
         if form not in ("fp4", "fp8"):
-            raise mismatch("index_k", "fp4 or fp8 keys", f"{form}")
+            raise mismatch("index_k", f"fp4 or fp8 keys ({_ANY})", f"{form}")
         if form == "fp8" and not self._chooses_dtype:
-            want = f"fp4 keys (DeepGEMM {self.version} reads no others, 0.2.0 to 0.2.4 read fp8)"
-            raise mismatch("index_k", want, form)
+            others = f"DeepGEMM {self.version} reads no others, 0.2.0 to 0.2.4 read fp8"
+            raise mismatch("index_k", f"fp4 keys ({others}, {_ANY})", form)
         dtype = FORMATS[form].values_dtype
         if values.dtype != dtype:
             name = str(dtype).removeprefix("torch.")
-            raise mismatch("index_q values", f"{name}, as the keys are {form}", values)
+            raise mismatch("index_q values", f"{name}, as the keys are {form} ({_ANY})", values)
         if inputs.num_heads > MAX_HEADS:
-            raise mismatch("index_q values", f"at most {MAX_HEADS} heads", f"{inputs.num_heads}")
+            most = f"at most {MAX_HEADS} heads ({_ANY})"
+            raise mismatch("index_q values", most, f"{inputs.num_heads}")
 
     def expect_pool(self, inputs: PrefillIndexerInputs) -> IndexKPool:
         """The pool, if `candidate_logits` reads it where it lies; `ValueError` if not."""
@@ -158,9 +176,11 @@ class DeepGemm:
         if not isinstance(pool, IndexKPool) or pool.format != "fp4":
             keys = {IndexKPool: "a pool of", FlatIndexK: "flat"}.get(type(pool))
             got = describe(pool) if keys is None else f"{keys} {pool.format} keys"
-            raise mismatch("index_k", "a pool of fp4 keys, to select among candidates", got)
+            want = f"a pool of fp4 keys, to select among candidates ({_ANY})"
+            raise mismatch("index_k", want, got)
         if pool.layout != "planar":
-            raise mismatch("index_k layout", "'planar', as DeepGEMM reads pages", repr(pool.layout))
+            want = f"'planar', as DeepGEMM reads pages ({_ANY})"
+            raise mismatch("index_k layout", want, repr(pool.layout))
         if pool.num_pages > 1:
             unit, stride = self.page_alignment, pool.pages.stride(0)
             if stride % unit:

@@ -63,16 +63,22 @@ def unread_logits(lens: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def dense_tiles(
-    api: DeepGemm, inputs: PrefillIndexerInputs, *, needed_beyond: int, budget: int
+    api: DeepGemm,
+    inputs: PrefillIndexerInputs,
+    *,
+    needed_beyond: int,
+    budget: int,
+    at_least: int = 0,
 ) -> Iterator[DenseTile]:
     """All rows, tile by tile; a pool's keys are gathered into flat ones.
 
-    Rows are in the plan's order if the keys of all requests are held at once, else in that of their
-    requests.
+    Rows of several requests are sorted by request, since neighbors are scored over all that any of
+    them sees: a sort takes little beside that, and their order is not known on the host.
 
     Args:
         needed_beyond: rows that see at most so many positions need no logits.
         budget: bytes for gathered keys, a tile's logits and queries, and a float32 a block.
+        at_least: bytes of the budget that the caller takes afterwards.
 
     Raises:
         ValueError: the budget is below what the longest request takes.
@@ -90,14 +96,15 @@ def dense_tiles(
         return api.logits_bytes(width) + 4 * -(-width // BLOCK_SIZE) + of_queries
 
     def least(positions: int, longest: int) -> int:
-        return positions * key_bytes + _ROWS * row_bytes(longest)
+        return max(positions * key_bytes + _ROWS * row_bytes(longest), at_least)
 
     sizes = [-(-n // page_size) * page_size for n in contexts]
     groups = list(
         request_groups(counts, sizes, unit_bytes=key_bytes, least=least, budget=budget, padded=True)
     )
     rows, lens, requests = None, plan.compressed_lens, plan.request_of_row
-    if len(groups) > 1:
+    several = sum(map(bool, counts)) > 1 and max(contexts) > needed_beyond
+    if several or len(groups) > 1:
         order = plan.rows_by_request()
         rows, lens, requests = order.to(torch.int32), lens[order], requests[order]
     ends = list(accumulate(counts))
@@ -110,7 +117,7 @@ def dense_tiles(
         free, width = budget - positions * key_bytes, max(longest, BLOCK_SIZE)
         most = max(free // row_bytes(width) // _ROWS, 1)
         for part in even_tiles(first, stop, unit=_ROWS, most=most):
-            if part.stop - part.start == plan.num_rows:
+            if rows is None and part.stop - part.start == plan.num_rows:
                 yield DenseTile(None, None, lens, width, api, inputs, held)
                 continue
             its = held
@@ -139,7 +146,8 @@ def _flat_keys(
     if isinstance(keys, FlatIndexK):
         assert plan.key_starts is not None
         assert keys.scales is not None
-        starts = torch.index_select(plan.key_starts, 0, requests)
+        # A row that sees nothing begins anywhere, perhaps past the keys.
+        starts = torch.index_select(plan.key_starts, 0, requests).masked_fill_(lens == 0, 0)
         return _Keys(_signed(aligned(keys.values)), aligned(keys.scales), starts, starts + lens)
     assert plan.page_table is not None
     if not keys.num_pages:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from sparse_indexer.backends.mask import MaskIndexer
+from sparse_indexer.deep_gemm_api import EMULATED
 from sparse_indexer.devices import resolve_device
 from sparse_indexer.errors import BackendUnavailable, describe, mismatch
 from sparse_indexer.protocol import CandidateIndexer
@@ -72,7 +73,8 @@ def make_candidate_indexer(
         backend: a name of the support matrix, or `"auto"`: the fastest one that can run there.
             What `auto` chose is logged once per device, at level INFO of `sparse_indexer`, and at
             WARNING a backend for this GPU that cannot be made: its kernels cannot be built, or
-            `sm100` has no DeepGEMM.
+            `sm100` has no DeepGEMM. It does not know the keys: `sm100` refuses fp8 ones when they
+            are published (before DeepGEMM 0.2.5: selected from); `backend="mask"` takes them.
 
     Raises:
         ValueError: an unknown backend or device, or an option out of the backend's range.
@@ -97,7 +99,8 @@ def make_candidate_indexer(
                 _log_choice(name, str(where))
             return indexer
         if backend != "auto":
-            raise BackendUnavailable(f"{name}: {reason}")
+            emulated = f", or {EMULATED}" if (name, where.type) == ("sm100", "cpu") else ""
+            raise BackendUnavailable(f"{name}: {reason}{emulated}")
     raise AssertionError("mask runs everywhere")
 
 

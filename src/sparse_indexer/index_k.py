@@ -85,15 +85,25 @@ class IndexKPool(msgspec.Struct, frozen=True, eq=False):
         layout: Literal["planar", "interleaved"] = "planar",
         *,
         device: torch.device | str = "cpu",
+        page_stride: int | None = None,
     ) -> IndexKPool:
-        """A pool of `num_pages` pages of zero bytes (zero keys)."""
+        """A pool of `num_pages` pages of zero bytes (zero keys).
+
+        Args:
+            page_stride: bytes from a page to the next; default: what a page holds.
+        """
         spec = _spec(format)
         expect_int("num_pages", num_pages, 0)
         expect_int("page_size", page_size, BLOCK_SIZE)
         dtype = torch.uint8 if spec.scale_bytes else spec.values_dtype
         elements = page_size * _position_bytes(spec) // dtype.itemsize
-        pages = torch.zeros(num_pages, elements, dtype=dtype, device=resolve_device(device))
-        return cls(pages, page_size, format, layout)
+        size, step = elements * dtype.itemsize, dtype.itemsize
+        stride = size if page_stride is None else expect_int("page_stride", page_stride, size)
+        if stride % step:
+            raise mismatch("page_stride", f"a multiple of {step} bytes", str(stride))
+        where = resolve_device(device)
+        pages = torch.zeros(num_pages, stride // step, dtype=dtype, device=where)
+        return cls(pages[:, :elements], page_size, format, layout)
 
     @property
     def num_pages(self) -> int:

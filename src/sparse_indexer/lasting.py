@@ -25,11 +25,17 @@ class LastingMemory:
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
         """What is allocated within comes from the pool."""
-        if self._device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        if self._device.type != "cuda" or _captured(self._device):
             yield
             return
         with _ONE_THREAD, torch.cuda.use_mem_pool(_pool_of(self._device), self._device):
             yield
+
+
+def _captured(device: torch.device) -> bool:
+    """Is the device's current stream, whichever device is the current one, being captured?"""
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 _ONE_THREAD = threading.RLock()  # a pool takes no two at a time
@@ -49,18 +55,18 @@ class Ready:
         self._event: torch.cuda.Event | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.current_stream(device)
-            if not torch.cuda.is_current_stream_capturing():  # else only a replay does the work
+            if not _captured(device):  # else only a replay does the work
                 self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 self._event.record(self._stream)
 
     def wait(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Let the current stream read what the work wrote."""
+        """Let the current stream read what the work wrote: all of `tensors` that it will."""
         if self._stream is None or self._event is None:
             return
         stream = torch.cuda.current_stream(self._stream.device)
         if stream == self._stream:
             return
-        if torch.cuda.is_current_stream_capturing():  # which began when the device was idle
+        if _captured(stream.device):  # which began when the device was idle
             return
         stream.wait_event(self._event)
         for tensor in tensors:

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from sparse_indexer.deep_gemm_api import (
     MAX_ROWS,
     DeepGemm,
     query_bytes,
+    schedule_bytes,
 )
 from sparse_indexer.errors import mismatch
 from sparse_indexer.index_k import BLOCK_SIZE, IndexKPool
@@ -47,6 +49,7 @@ class Schedules(NamedTuple):
 
     pages: Pages
     budget: int  # bytes that a tile takes, at most
+    num_sms: int  # SMs that they are for
     tiles: list[ScheduledTile]
 
 
@@ -58,7 +61,8 @@ class PairCandidates(Candidates):
         super().__init__(table, plan)
         self.schedules = schedules  # None: the source's keys cannot be scored as candidates
         tiles = [] if schedules is None else schedules.tiles
-        self._written = (table, *(tile.metadata for tile in tiles))
+        # The plan's, too: nobody else may hold that of a tail.
+        self._read = (table, *plan.tensors, *(tile.metadata for tile in tiles))
         self.ready = Ready(plan.device)
 
     @property
@@ -68,13 +72,15 @@ class PairCandidates(Candidates):
         return self._blocks
 
     def wait(self) -> None:
-        """Let the current stream read the table and the schedules."""
-        self.ready.wait(self._written)
+        """Let the current stream read the table, the plan and the schedules."""
+        self.ready.wait(self._read)
 
-    def schedules_for(self, plan: PrefillPlan, pages: Pages, budget: int) -> Schedules | None:
+    def schedules_for(
+        self, plan: PrefillPlan, pages: Pages, *, budget: int, num_sms: int
+    ) -> Schedules | None:
         """The schedules, if they are those of a plan's rows over such pages, and small enough."""
         own, held = self.plan, self.schedules
-        if held is None or held.pages != pages or held.budget > budget:
+        if held is None or held.pages != pages or held.budget > budget or held.num_sms != num_sms:
             return None
         return held if own is plan or own.page_table is plan.page_table else None
 
@@ -84,38 +90,46 @@ def pages_of(pool: IndexKPool) -> Pages:
     return Pages(pool.page_size, pool.num_pages)
 
 
-def make_schedules(
+def least_bytes(plan: PrefillPlan, n: int, pages: Pages, *, kept: bool) -> int:
+    """What `scheduled_tiles` takes for the fewest rows."""
+    scratch = 0 if kept else schedule_bytes(_ROWS, n)
+    return _ROWS * _row_bytes(plan, n, pages) + scratch
+
+
+def scheduled_tiles(
     api: DeepGemm,
     plan: PrefillPlan,
     table: torch.Tensor,
     pages: Pages,
     *,
     budget: int,
-    lasting: Callable[[], AbstractContextManager[None]],
-) -> Schedules:
-    """Schedule each row's blocks.
+    lasting: Callable[[], AbstractContextManager[None]] | None = None,
+) -> Iterator[ScheduledTile]:
+    """Schedule each row's blocks, tile by tile.
 
     Args:
         table: `[rows, n]` int32.
         budget: bytes for a tile of rows: its page table now, its queries and logits when it is
             scored.
-        lasting: what is allocated within outlives the call.
+        lasting: what is allocated within outlives the call; `None`: a tile's schedule is of the
+            budget, too, and the caller lets go of it before the next one.
 
     Raises:
         ValueError: the budget does not hold 8 rows.
     """
     assert plan.page_table is not None
     if not plan.num_rows:
-        return Schedules(pages, budget, [])
-    columns = max(-(-max(plan.context_lens, default=0) // pages.page_size), 1)
-    logits = -(-table.shape[1] * BLOCK_SIZE // 512) * 512 * torch.bfloat16.itemsize
-    scored = MAX_HEADS // CANDIDATE_HEADS * logits + query_bytes(MAX_HEADS)
-    row = max(4 * columns, scored)
-    if budget < _ROWS * row:
-        raise mismatch("memory_budget", f"at least {_ROWS * row} bytes", f"{budget}")
-    most = max(min(budget // row, MAX_ROWS) // _ROWS, 1)
-    page_table, pairs = plan.page_table[:, :columns], row_pairs(plan)
-    tiles = []
+        return
+    n, kept = table.shape[1], lasting is not None
+    least = least_bytes(plan, n, pages, kept=kept)
+    if budget < least:
+        raise mismatch("memory_budget", f"at least {least} bytes", f"{budget}")
+    rows = budget // _row_bytes(plan, n, pages)
+    if not kept:
+        once = schedule_bytes(0, n)
+        rows = (budget - once) // (_row_bytes(plan, n, pages) + schedule_bytes(1, n) - once)
+    most = min(rows, MAX_ROWS) // _ROWS
+    page_table, pairs = plan.page_table[:, : _columns(plan, pages)], row_pairs(plan)
     for part in even_tiles(0, plan.num_rows, unit=_ROWS, most=most):
         whole = part.stop - part.start == plan.num_rows
         requests, ids, lens, blocks = (
@@ -125,13 +139,26 @@ def make_schedules(
         # One row a query: neither a table by request nor a stride of 0 is taken. Slots that no
         # block uses hold anything.
         of_rows = torch.index_select(page_table, 0, requests).clamp_(0, pages.num_pages - 1)
-        with lasting():
+        with contextlib.nullcontext() if lasting is None else lasting():
             metadata = api.schedule(
                 blocks, lens=lens, pairs=ids, page_table=of_rows, page_size=pages.page_size
             )
-        tiles.append(ScheduledTile(None if whole else part, lens, blocks, metadata))
+            if kept and not metadata.untyped_storage().resizable():
+                metadata = metadata.clone()  # record_stream does nothing for memory of DLPack's
         del of_rows
-    return Schedules(pages, budget, tiles)
+        yield ScheduledTile(None if whole else part, lens, blocks, metadata)
+        del metadata
+
+
+def _columns(plan: PrefillPlan, pages: Pages) -> int:
+    return max(-(-max(plan.context_lens, default=0) // pages.page_size), 1)
+
+
+def _row_bytes(plan: PrefillPlan, n: int, pages: Pages) -> int:
+    """A row's page table, or its logits and queries."""
+    logits = -(-n * BLOCK_SIZE // 512) * 512 * torch.bfloat16.itemsize
+    scored = MAX_HEADS // CANDIDATE_HEADS * logits + query_bytes(MAX_HEADS)
+    return max(4 * _columns(plan, pages), scored)
 
 
 def row_pairs(plan: PrefillPlan) -> torch.Tensor:

@@ -86,6 +86,11 @@ class PrefillPlan(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         """Where the plan's tensors are."""
         return self.compressed_lens.device
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All of the plan's tensors."""
+        return [t for t in msgspec.structs.astuple(self) if isinstance(t, torch.Tensor)]
+
     def check(self) -> None:
         """Check the values, too. Synchronizes with the device.
 

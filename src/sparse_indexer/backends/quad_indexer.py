@@ -48,8 +48,8 @@ class _QuadCandidates(Candidates):
         return self.tables.blocks.flatten(0, 1)[self.quads.slots.long()]
 
     def wait(self) -> None:
-        """Let the current stream read the tables."""
-        self.ready.wait((*self.tables, *self.quads[1:]))
+        """Let the current stream read the tables and the plan, which a tail's nobody else holds."""
+        self.ready.wait((*self.tables, *self.quads[1:], *self.plan.tensors))
 
 
 class QuadIndexer:
@@ -115,13 +115,16 @@ class QuadIndexer:
         """See `CandidateIndexer.prefill_tail`."""
         if not isinstance(candidates, Candidates):
             raise mismatch("candidates", "Candidates", candidates)
-        rows, plan = candidates.plan.tail_rows(tail_lens), candidates.plan.tail(tail_lens)
+        slots = None
         if self._made(candidates):
-            candidates.wait()
-            source = candidates.tables.blocks.flatten(0, 1)
-            rows = candidates.quads.slots[rows].long()
+            candidates.wait()  # before the plan is read, too
+            source, slots = candidates.tables.blocks.flatten(0, 1), candidates.quads.slots
         else:
             source = candidates.blocks
+        rows = candidates.plan.tail_rows(tail_lens)
+        plan = candidates.plan.of_rows(rows, list(tail_lens))
+        if slots is not None:
+            rows = slots[rows].long()
         with self._lasting():
             quads = make_quads(plan)
             tables = plan_tables(quads, source.shape[1])

@@ -3,7 +3,8 @@
 
 A source's logits are written a tile of rows at a time, and read twice: for the key of each block,
 and for its own selection. Consumers' logits are those of candidates only, in pages where they lie.
-Rows stay in the plan's order, whatever their mapping; neighbors of one request are scored in pairs.
+A source's rows are scored request by request, candidates in the plan's order: neighbors of one
+request in pairs.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from typing import Any
 
 import torch
 
-from sparse_indexer.deep_gemm_api import MAX_BLOCKS, DeepGemm, aligned, queries_of
+from sparse_indexer.deep_gemm_api import EMULATED, MAX_BLOCKS, DeepGemm, aligned, queries_of
 from sparse_indexer.dense_tiles import DenseTile, dense_tiles, unread_logits
 from sparse_indexer.devices import resolve_device
-from sparse_indexer.errors import expect_int, mismatch
+from sparse_indexer.errors import BackendUnavailable, expect_int, expect_tensor, mismatch
 from sparse_indexer.formats import INT32_MAX
 from sparse_indexer.index_k import IndexKPool
 from sparse_indexer.inputs import BLOCK_SIZE, PrefillIndexerInputs
@@ -25,8 +26,9 @@ from sparse_indexer.pair_candidates import (
     Pages,
     PairCandidates,
     Schedules,
-    make_schedules,
+    least_bytes,
     pages_of,
+    scheduled_tiles,
 )
 from sparse_indexer.plan import PrefillPlan
 from sparse_indexer.protocol import Candidates, expect_call, expect_candidates
@@ -40,7 +42,8 @@ class Sm100Indexer:
 
     fp4 keys with fp4 queries, at most 64 heads. Consumers read a pool of planar pages, where they
     lie: their stride is a multiple of 128 bytes, or of 512 before DeepGEMM 0.2.5. Sources take flat
-    keys, too, and before 0.2.5 fp8 keys with fp8 queries; full layers also any pages. A source
+    keys, too, and before 0.2.5 fp8 keys with fp8 queries, which no consumer here reads, nor the
+    source for its own positions if topk >= topk_blocks; full layers also any pages. A source
     whose dense logits are rounded otherwise than those of candidates (before 0.2.5, or more than 32
     heads) selects its own positions as a consumer does.
 
@@ -48,21 +51,24 @@ class Sm100Indexer:
     heads (so a sum that cancels has few bits left), dense ones likewise, but before 0.2.5 to
     float32.
 
+    DeepGEMM allocates a workspace of 8 MiB at its first call on a stream, which must not be in a
+    capture: publish or select once on a stream before a graph is captured on it.
+
     Args:
         device: a CUDA device; a CPU with an emulator.
         topk: positions a row selects.
         topk_blocks: blocks of 8 positions a row publishes, a multiple of 4 of at most 4096.
         memory_budget: bytes of scratch beside inputs, outputs and what a publish returns, at most.
             That is a table of 4 bytes a block, and what DeepGEMM takes to schedule it, which is
-            about 9 bytes a block; some 30 bytes a row are not counted.
+            about 9 bytes a block; some 30 bytes a row, and DeepGEMM's workspace, are not counted.
         deep_gemm: the module or an emulator of it; `None`: the package `deep_gemm`.
 
     Raises:
         ValueError: an option is out of range; from the methods also: keys, pages or queries that
             the installed version does not read (the message says what fits), or a budget below
             what the longest request takes.
-        BackendUnavailable: DeepGEMM is missing or too old, or a kernel can be neither built nor
-            loaded.
+        BackendUnavailable: DeepGEMM is missing or too old, a CPU has no emulator, or a kernel can
+            be neither built nor loaded.
     """
 
     name = "sm100"
@@ -79,6 +85,8 @@ class Sm100Indexer:
         self.device = resolve_device(device)
         if self.device.type not in ("cuda", "cpu"):
             raise mismatch("device", "a CUDA device", str(self.device))
+        if self.device.type == "cpu" and deep_gemm is None:
+            raise BackendUnavailable(f"sm100: needs a GPU, the device is a CPU: use {EMULATED}")
         self.topk = expect_int("topk", topk, 0, 1 << 15)
         self.topk_blocks = expect_int("topk_blocks", topk_blocks, 1, MAX_BLOCKS)
         if topk_blocks % 4:
@@ -114,14 +122,16 @@ class Sm100Indexer:
         together = out_positions is not None and alike and self.topk < n
         if paged or (out_positions is not None and not together):
             api.expect_pool(inputs)
+        pages = None  # of candidates that are scored, not all selected
+        if isinstance(pool, IndexKPool) and paged and not self._selects_all(plan, n):
+            pages = pages_of(pool)
+        at_least = 0 if pages is None else least_bytes(plan, n, pages, kept=True)
         table = self._empty_table(plan.num_rows, n)
         needed = min(n * BLOCK_SIZE, self.topk) if together else n * BLOCK_SIZE
-        for tile in self._tiles(inputs, needed):
+        for tile in self._tiles(inputs, needed, at_least):
             self._publish(tile, table, out_positions if together else None)
             del tile  # its keys, before others are gathered
-        schedules = None
-        if isinstance(pool, IndexKPool) and paged and max(plan.context_lens, default=0):
-            schedules = self._schedules(plan, table, pages_of(pool))
+        schedules = None if pages is None else self._schedules(plan, table, pages)
         candidates = PairCandidates(plan, table, schedules)
         if out_positions is not None and not together:
             self.select_prefill(candidates, inputs, out_positions)
@@ -131,7 +141,11 @@ class Sm100Indexer:
     def select_prefill(
         self, candidates: Candidates, inputs: PrefillIndexerInputs, out_positions: torch.Tensor
     ) -> None:
-        """See `CandidateIndexer.select_prefill`. Takes any backend's candidates."""
+        """See `CandidateIndexer.select_prefill`. Takes any backend's candidates.
+
+        The publish made their schedules for its plan: with that plan object, or another one with
+        the same `page_table` tensor, none is made here.
+        """
         expect_call(self, inputs, out_positions, wanted=True)
         api, plan = self._deep_gemm, inputs.plan
         api.expect_dense(inputs)
@@ -141,30 +155,34 @@ class Sm100Indexer:
             table = own.blocks
         else:
             table = expect_candidates(candidates, inputs, self.device)
-            if table.shape[1] % 4 or not 0 < table.shape[1] <= MAX_BLOCKS:
-                raise mismatch("candidates.blocks", f"{_COLUMNS} columns", table)
-            table = aligned(table)
+            table = aligned(_expect_columns(table))
         if not plan.num_rows:
             return
-        n, longest = table.shape[1], max(plan.context_lens, default=0)
-        if min(n * BLOCK_SIZE, longest) <= self.topk:
+        n = table.shape[1]
+        if self._selects_all(plan, n):
             logits = unread_logits(plan.compressed_lens, n * BLOCK_SIZE)
             self._select(logits, plan, None, plan.compressed_lens, out_positions, blocks=table)
             return
         pages, budget = pages_of(pool), self.memory_budget
-        schedules = None if own is None else own.schedules_for(plan, pages, budget)
-        for tile in (schedules or self._schedules(plan, table, pages)).tiles:
+        held = None
+        if own is not None:
+            held = own.schedules_for(plan, pages, budget=budget, num_sms=api.num_sms)
+        tiles = scheduled_tiles(api, plan, table, pages, budget=budget)
+        for tile in tiles if held is None else held.tiles:
             queries = queries_of(inputs, tile.part)
             logits = api.candidate_logits(queries, pool, tile.metadata, n)
             self._select(logits, plan, tile.part, tile.lens, out_positions, blocks=tile.table)
-            del queries, logits  # before the next tile's are made
+            del queries, logits, tile  # before the next are made
 
     @torch.no_grad()
     def prefill_tail(self, candidates: Candidates, tail_lens: Sequence[int]) -> Candidates:
         """See `CandidateIndexer.prefill_tail`. A schedule cannot be sliced: it is made anew."""
         if not isinstance(candidates, Candidates):
             raise mismatch("candidates", "Candidates", candidates)
-        rows, source = candidates.plan.tail_rows(tail_lens), candidates.blocks
+        source = candidates.blocks  # and wait, before the plan is read
+        expect_tensor("candidates.blocks", source, ("rows", "n"), (torch.int32,), self.device)
+        _expect_columns(source)
+        rows = candidates.plan.tail_rows(tail_lens)
         plan = candidates.plan.of_rows(rows, list(tail_lens))
         table = self._empty_table(plan.num_rows, source.shape[1])
         torch.index_select(source, 0, rows, out=table)
@@ -182,9 +200,17 @@ class Sm100Indexer:
             self._select(tile.logits(), inputs.plan, part, tile.lens, out_positions, rows=rows)
             del tile
 
-    def _tiles(self, inputs: PrefillIndexerInputs, needed_beyond: int) -> Iterator[DenseTile]:
+    def _selects_all(self, plan: PrefillPlan, n: int) -> bool:
+        """Does each row select all that it sees in its n blocks?"""
+        return min(n * BLOCK_SIZE, max(plan.context_lens, default=0)) <= self.topk
+
+    def _tiles(
+        self, inputs: PrefillIndexerInputs, needed_beyond: int, at_least: int = 0
+    ) -> Iterator[DenseTile]:
         api, budget = self._deep_gemm, self.memory_budget
-        return dense_tiles(api, inputs, needed_beyond=needed_beyond, budget=budget)
+        return dense_tiles(
+            api, inputs, needed_beyond=needed_beyond, budget=budget, at_least=at_least
+        )
 
     def _publish(
         self, tile: DenseTile, table: torch.Tensor, out_positions: torch.Tensor | None
@@ -239,5 +265,14 @@ class Sm100Indexer:
             return torch.empty((rows, n), dtype=torch.int32, device=self.device)
 
     def _schedules(self, plan: PrefillPlan, table: torch.Tensor, pages: Pages) -> Schedules:
+        """Made once, for all that select."""
         api, budget = self._deep_gemm, self.memory_budget
-        return make_schedules(api, plan, table, pages, budget=budget, lasting=self._lasting)
+        tiles = scheduled_tiles(api, plan, table, pages, budget=budget, lasting=self._lasting)
+        return Schedules(pages, budget, tiles=list(tiles), num_sms=api.num_sms)
+
+
+def _expect_columns(table: torch.Tensor) -> torch.Tensor:
+    """Candidates of any backend, of a width that has a kernel."""
+    if table.shape[1] % 4 or not 0 < table.shape[1] <= MAX_BLOCKS:
+        raise mismatch("candidates.blocks", f"{_COLUMNS} columns", table)
+    return table

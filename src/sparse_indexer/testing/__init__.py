@@ -3,8 +3,11 @@
 
 `check_backend(indexer)` runs every case of `CASES` through an indexer and says which checks
 failed. Its parts are public, too: the plain-Python oracle, the case and data makers, and the
-comparators.
+comparators. `DeepGemmEmulator` and `OlderDeepGemmEmulator` stand in for DeepGEMM where there is no
+datacenter Blackwell.
 """
+
+from typing import Any
 
 from sparse_indexer.testing.cases import CASES, Case, CaseConfig
 from sparse_indexer.testing.check import Failure, Report, check_backend
@@ -36,7 +39,9 @@ __all__ = [
     "CASES",
     "Case",
     "CaseConfig",
+    "DeepGemmEmulator",
     "Failure",
+    "OlderDeepGemmEmulator",
     "Report",
     "block_overlap",
     "block_union",
@@ -63,3 +68,11 @@ __all__ = [
     "tail_inputs",
     "with_queries",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("DeepGemmEmulator", "OlderDeepGemmEmulator"):  # not before they are wanted
+        from sparse_indexer.testing import deep_gemm
+
+        return getattr(deep_gemm, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

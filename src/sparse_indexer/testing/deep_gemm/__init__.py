@@ -5,7 +5,8 @@
 `sgl-deep-gemm`: 0.2.5, and 0.2.0 to 0.2.4rc0 (there is no 0.2.4). They have those names, arguments,
 result shapes and strides, run on any device, refuse what the kernels do not take with a
 `ValueError`, round where the kernels round (`arithmetic`), and fill what the kernels leave
-unwritten with `poison`. Values are looked at, too, so on a GPU each call synchronizes.
+unwritten with `poison`. Values are looked at, too, so on a GPU each call synchronizes. There is no
+workspace: the real one has 8 MiB a stream, allocated at the first call there, never in a capture.
 """
 
 from __future__ import annotations
