@@ -67,6 +67,25 @@ def test_equals_the_loop_oracle_exactly(fmt: str, turn: int) -> None:
             assert used(out, -1) == want
 
 
+@pytest.mark.parametrize("accumulate", [torch.float32, torch.float64])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_autocast_changes_no_bit(fmt: str, accumulate: torch.dtype) -> None:
+    queries, weights = random_queries(3, 32, fmt, seed=1)
+    inputs = make_inputs(queries, weights, [random_keys(700, fmt, seed=2)], [650, 651, 699], [3])
+    indexer = MaskIndexer("cpu", topk=16, topk_blocks=24, accumulate=accumulate)
+
+    def results() -> list[torch.Tensor]:
+        own, selected, full = (torch.full((3, 16), 7, dtype=torch.int32) for _ in range(3))
+        candidates = indexer.publish_prefill(inputs, own)
+        indexer.select_prefill(candidates, inputs, selected)
+        indexer.topk_prefill(inputs, full)
+        return [indexer.dense_logits(inputs), candidates.blocks, own, selected, full]
+
+    want = results()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(map(torch.equal, results(), want))
+
+
 @pytest.mark.parametrize(("topk", "topk_blocks"), [(1, 1), (8, 12), (64, 70), (100, 3)])
 def test_passes_the_conformance_kit(topk: int, topk_blocks: int) -> None:
     indexer = make_candidate_indexer("cpu", topk=topk, topk_blocks=topk_blocks, backend="mask")

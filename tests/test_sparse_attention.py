@@ -579,6 +579,16 @@ def test_a_pool_of_656_byte_rows_is_read_where_it_lies() -> None:
     assert bare.read(torch.tensor([2])).shape == (1, 128)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_autocast_changes_no_bit(dtype: torch.dtype, device: str) -> None:
+    for pool in (POOL, PLAIN, PLAIN.float()):
+        arguments = (Q.to(device, dtype), to(pool, device), POSITIONS.to(device))
+        want = sparse_attention(*arguments, scale=0.1)
+        with torch.autocast(device, torch.bfloat16):
+            assert torch.equal(sparse_attention(*arguments, scale=0.1), want)
+
+
 POOL = make_pool("fp8", SLOTS, 192)
 PLAIN = make_pool(torch.float16, SLOTS, 192)
 Q = normal(5, 9, 192, seed=6)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from sparse_indexer.backends.kernels import build_kernels
+from sparse_indexer.devices import no_autocast
 from sparse_indexer.errors import (
     BackendUnavailable,
     describe,
@@ -213,6 +214,7 @@ def _attend(
 
 def _bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """The products of matrices in float32, of halves, too."""
-    if a.dtype == torch.float32:
-        return torch.bmm(a, b)
-    return torch.bmm(a, b, out_dtype=torch.float32)
+    with no_autocast(a.device):
+        if a.dtype == torch.float32:
+            return torch.bmm(a, b)
+        return torch.bmm(a, b, out_dtype=torch.float32)
