@@ -665,8 +665,16 @@ BAD_POOLS: dict[str, Callable[[], object]] = {
     r"rows: expected 132 n \+ 128 columns, n >= 1, got \[4, 128\] uint8": (
         lambda: KVPool.from_rows(BYTES[:, :128])
     ),
-    "rows: expected an offset and a row stride that are multiples of 4, got offset 2, stride 660": (
+    r"rows: expected an address, .* multiples of 4, got \d*[02468], 2 and 660": (
         lambda: KVPool.from_rows(BYTES[:, 2:658])
+    ),
+    r"rows: expected an address, .* multiples of 4, got \d*[13579], 0 and 656": (
+        lambda: KVPool.from_rows(
+            torch.frombuffer(bytearray(1 + 2 * 656), dtype=torch.uint8, offset=1).view(2, 656)
+        )
+    ),
+    r"rows: expected an address, .* multiples of 4, got \d*[02468], 0 and 658": (
+        lambda: KVPool.from_rows(torch.zeros(2, 658, dtype=torch.uint8)[:, :656])
     ),
     r"rows: expected \[slots, bytes\] uint8, got \[4, 660\] int8": (
         lambda: KVPool.from_rows(BYTES.view(torch.int8))
