@@ -129,7 +129,8 @@ def test_elements_are_at_multiples_of_their_size(checks: Any, dtype: torch.dtype
     size = dtype.itemsize
     x = torch.frombuffer(bytearray(4 * 8 * size + 1), dtype=dtype, offset=1).view(4, 8)
     with pytest.raises(
-        ValueError, match=rf"^x: expected an address that is a multiple of {size}, got one that is 1"
+        ValueError,
+        match=rf"^x: expected an address that is a multiple of {size}, got one that is 1",
     ):
         checks.last_dim_contiguous(x)
     checks.last_dim_contiguous(x[:0])

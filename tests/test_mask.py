@@ -234,6 +234,10 @@ def test_bad_calls_say_argument_expected_got() -> None:
             ValueError, match=r"candidates.blocks: expected \[3, topk_blocks\] int32"
         ):
             indexer.select_prefill(type(candidates)(blocks, inputs.plan), inputs, out)
+        with pytest.raises(
+            ValueError, match=r"candidates.blocks: expected \[3, topk_blocks\] int32"
+        ):
+            indexer.prefill_tail(type(candidates)(blocks, inputs.plan), [1])
     with pytest.raises(
         ValueError, match="tail_lens: expected a sequence of ints on the host, got 1"
     ):

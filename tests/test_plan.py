@@ -494,6 +494,29 @@ GOOD_PLAN: dict[str, Any] = {
     "key_starts": ints(0, 5),
     "request_starts": ints(7, 8),
 }
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_host_lengths_are_the_plans_own(kind: Callable[..., Any]) -> None:
+    counts, contexts = [np.int64(2), 1], [np.uint8(5), 3]
+    plan = PrefillPlan(
+        **GOOD_PLAN | {"rows_per_request": kind(counts), "context_lens": kind(contexts)}
+    )
+    counts[0] = contexts[0] = 0
+    assert plan.rows_per_request == [2, 1]
+    assert plan.context_lens == [5, 3]
+    assert {type(n) for n in (*plan.rows_per_request, *plan.context_lens)} == {int}
+    tails = [np.int32(1), 1]
+    tail = plan.tail(tails)
+    tails[0] = 2
+    assert tail.rows_per_request == [1, 1]
+
+
+def test_a_ratio_of_numpy() -> None:
+    plan = plan_prefill([7, 8], [2], compress_ratio=np.int8(4))
+    assert plan.compressed_lens.tolist() == [2, 2]
+
+
 A_TABLE = torch.zeros(2, 4, dtype=torch.int32)
 OF_REQUEST = "0 to the context_lens of its request"
 BAD_VALUES: dict[str, tuple[dict[str, Any], str]] = {
@@ -556,9 +579,9 @@ BAD_PLANS: dict[str, tuple[dict[str, Any], str]] = {
         {"rows_per_request": ints(2, 1)},
         "rows_per_request: expected a list of ints on the host, got [2] int32 on cpu",
     ),
-    "contexts as a tuple": (
-        {"context_lens": (5, 3)},
-        "context_lens: expected a list of ints on the host, got a tuple",
+    "contexts as a range": (
+        {"context_lens": range(3, 5)},
+        "context_lens: expected a list of ints on the host, got a range",
     ),
     "a negative count": (
         {"rows_per_request": [4, -1]},
@@ -568,9 +591,9 @@ BAD_PLANS: dict[str, tuple[dict[str, Any], str]] = {
         {"rows_per_request": [2, True]},
         "rows_per_request[1]: expected an int, got True",
     ),
-    "a count of numpy": (
-        {"rows_per_request": [np.int64(2), 1]},
-        "rows_per_request[0]: expected an int, got a numpy int64",
+    "a bool of numpy for a count": (
+        {"rows_per_request": [2, np.True_]},
+        "rows_per_request[1]: expected an int, got a numpy bool",
     ),
     "a context beyond int32": (
         {"context_lens": [2**31, 3]},
@@ -621,7 +644,8 @@ BAD_PLANS: dict[str, tuple[dict[str, Any], str]] = {
 
 def test_a_plan_of_device_tensors_is_taken_as_it_is() -> None:
     plan = PrefillPlan(**GOOD_PLAN)
-    assert all(getattr(plan, name) is value for name, value in GOOD_PLAN.items())
+    tensors = {n: value for n, value in GOOD_PLAN.items() if isinstance(value, torch.Tensor)}
+    assert all(getattr(plan, name) is value for name, value in tensors.items())
     assert plan.page_table is None
     assert (plan.num_rows, plan.num_requests) == (3, 2)
     wide = torch.zeros(2, 9, dtype=torch.int32)[:, 3:7]
@@ -669,8 +693,11 @@ TABLE = torch.zeros(2, 4, dtype=torch.int64)
 ON_META = torch.zeros(3, dtype=torch.int64, device="meta")
 A_SEQUENCE = "a 1-D sequence of integers"
 BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
-    "ratio 0": ({"compress_ratio": 0}, "compress_ratio: expected an int of at least 1, got 0"),
-    "ratio -4": ({"compress_ratio": -4}, "compress_ratio: expected an int of at least 1, got -4"),
+    "ratio 0": ({"compress_ratio": 0}, "compress_ratio: expected an int of 1 to 2147483647, got 0"),
+    "ratio 2^80": (
+        {"compress_ratio": 2**80},
+        f"compress_ratio: expected an int of 1 to 2147483647, got {2**80}",
+    ),
     "ratio True": ({"compress_ratio": True}, "compress_ratio: expected an int, got True"),
     "ratio 2.0": ({"compress_ratio": 2.0}, "compress_ratio: expected an int, got 2.0"),
     "two tables": (
@@ -965,18 +992,22 @@ BAD_EXPANSIONS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "index page 0": (
         {"index_page_size": 0},
-        "index_page_size: expected an int of at least 8, got 0",
+        "index_page_size: expected an int of 8 to 2147483647, got 0",
     ),
     "index page 4": (
         {"index_page_size": 4},
-        "index_page_size: expected an int of at least 8, got 4",
+        "index_page_size: expected an int of 8 to 2147483647, got 4",
     ),
     "index page 12": (
         {"kv_page_size": 24, "index_page_size": 12},
         "index_page_size: expected a multiple of 8, got 12",
     ),
+    "kv page 2^80": (
+        {"kv_page_size": 2**80},
+        f"kv_page_size: expected an int of 1 to 2147483647, got {2**80}",
+    ),
     "index page True": ({"index_page_size": True}, "index_page_size: expected an int, got True"),
-    "kv page 0": ({"kv_page_size": 0}, "kv_page_size: expected an int of at least 1, got 0"),
+    "kv page 0": ({"kv_page_size": 0}, "kv_page_size: expected an int of 1 to 2147483647, got 0"),
     "kv page 64.0": ({"kv_page_size": 64.0}, "kv_page_size: expected an int, got 64.0"),
     "kv page of half an index page": (
         {"kv_page_size": 8},
@@ -986,7 +1017,7 @@ BAD_EXPANSIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"compress_ratio": 8},
         "kv_page_size: expected a multiple of index_page_size * compress_ratio = 128, got 64",
     ),
-    "ratio 0": ({"compress_ratio": 0}, "compress_ratio: expected an int of at least 1, got 0"),
+    "ratio 0": ({"compress_ratio": 0}, "compress_ratio: expected an int of 1 to 2147483647, got 0"),
 }
 
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from gpu_support import no_synchronization
@@ -615,9 +616,11 @@ BAD_CALLS = {
     },
     r"sink: expected \[9\] float32 on cpu, got \[8\] float32": {"sink": torch.zeros(8)},
     r"sink: expected \[9\] float32 on cpu, got \[9\] float16": {"sink": torch.zeros(9).half()},
-    "scale: expected a finite number, got nan": {"scale": float("nan")},
-    "scale: expected a finite number, got True": {"scale": True},
-    "scale: expected a finite number, got 'a'": {"scale": "a"},
+    "scale: expected a finite float32, got nan": {"scale": float("nan")},
+    "scale: expected a finite float32, got True": {"scale": True},
+    "scale: expected a finite float32, got 'a'": {"scale": "a"},
+    r"scale: expected a finite float32, got 1e\+39": {"scale": 1e39},
+    "scale: expected a finite float32, got -1000": {"scale": -(10**400)},
     "value_dim: expected an int of 1 to 192, got 193": {"value_dim": 193},
     "value_dim: expected an int of 1 to 192, got 0": {"value_dim": 0},
     "value_dim: expected an int, got 1.5": {"value_dim": 1.5},
@@ -632,6 +635,14 @@ def test_bad_calls_say_argument_expected_got(message: str) -> None:
     sparse_attention(**good)
     with pytest.raises(ValueError, match=f"^{message}"):
         sparse_attention(**{**good, **BAD_CALLS[message]})
+
+
+def test_numbers_of_numpy() -> None:
+    want = sparse_attention(Q, POOL, POSITIONS, scale=0.5, value_dim=7)
+    for scale, value_dim in ((np.float32(0.5), np.uint8(7)), (np.float64(0.5), np.int32(7))):
+        assert torch.equal(
+            sparse_attention(Q, POOL, POSITIONS, scale=scale, value_dim=value_dim), want
+        )
 
 
 def test_the_least_budget_is_the_one_that_is_named() -> None:

@@ -58,7 +58,7 @@ class KVPool(msgspec.Struct, frozen=True, eq=False):
         Raises:
             ValueError: a wrong shape, dtype or width, or rows that are not aligned to 4 bytes.
         """
-        expect_int("rope_dim", rope_dim, 0)
+        rope_dim = expect_int("rope_dim", rope_dim, 0)
         expect_tensor("rows", rows, ("slots", "bytes"), (torch.uint8,))
         groups, rest = divmod(rows.shape[1] - 2 * rope_dim, KV_GROUP + 4)
         if groups < 1 or rest:

@@ -28,11 +28,12 @@ def expand_index_page_table(
         ValueError: a wrong shape or dtype, or a KV page that is not a whole number of index pages.
     """
     expect_tensor("page_table", page_table, ("requests", "max_pages"), (torch.int32, torch.int64))
-    per_page = expect_int("index_page_size", index_page_size, 8)
+    per_page = expect_int("index_page_size", index_page_size, 8, INT32_MAX)
     if per_page % 8:
         raise mismatch("index_page_size", "a multiple of 8", str(per_page))
-    ratio = expect_int("compress_ratio", compress_ratio, 1)
-    if expect_int("kv_page_size", kv_page_size, 1) % (per_page * ratio):
+    ratio = expect_int("compress_ratio", compress_ratio, 1, INT32_MAX)
+    kv_page_size = expect_int("kv_page_size", kv_page_size, 1, INT32_MAX)
+    if kv_page_size % (per_page * ratio):
         want = f"a multiple of index_page_size * compress_ratio = {per_page * ratio}"
         raise mismatch("kv_page_size", want, str(kv_page_size))
     m = kv_page_size // (per_page * ratio)

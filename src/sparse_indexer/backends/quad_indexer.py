@@ -23,7 +23,7 @@ from sparse_indexer.inputs import PrefillIndexerInputs
 from sparse_indexer.jit.kernel import all_kernels
 from sparse_indexer.lasting import LastingMemory, Ready
 from sparse_indexer.plan import PrefillPlan
-from sparse_indexer.protocol import Candidates, expect_call, expect_candidates
+from sparse_indexer.protocol import Candidates, expect_call, expect_candidates, expect_published
 from sparse_indexer.quad_scoring import MAX_HEADS, QuadKernels, score
 from sparse_indexer.quads import Quads, Tables, fill_tables, make_quads, plan_tables
 
@@ -113,15 +113,14 @@ class QuadIndexer:
     @torch.no_grad()
     def prefill_tail(self, candidates: Candidates, tail_lens: Sequence[int]) -> Candidates:
         """See `CandidateIndexer.prefill_tail`."""
-        if not isinstance(candidates, Candidates):
-            raise mismatch("candidates", "Candidates", candidates)
-        rows, plan = candidates.plan.tail_rows(tail_lens), candidates.plan.tail(tail_lens)
         if self._made(candidates):
             candidates.wait()
             source = candidates.tables.blocks.flatten(0, 1)
-            rows = candidates.quads.slots[rows].long()
+            rows = candidates.quads.slots[candidates.plan.tail_rows(tail_lens)].long()
         else:
-            source = candidates.blocks
+            source = expect_published(candidates, self.device)
+            rows = candidates.plan.tail_rows(tail_lens)
+        plan = candidates.plan.tail(tail_lens)
         with self._lasting():
             quads = make_quads(plan)
             tables = plan_tables(quads, source.shape[1])

@@ -29,7 +29,7 @@ from sparse_indexer.pair_candidates import (
     pages_of,
 )
 from sparse_indexer.plan import PrefillPlan
-from sparse_indexer.protocol import Candidates, expect_call, expect_candidates
+from sparse_indexer.protocol import Candidates, expect_call, expect_candidates, expect_published
 from sparse_indexer.row_ops import row_ops
 
 _COLUMNS = f"a multiple of 4 of at most {MAX_BLOCKS}"
@@ -81,7 +81,7 @@ class Sm100Indexer:
             raise mismatch("device", "a CUDA device", str(self.device))
         self.topk = expect_int("topk", topk, 0, 1 << 15)
         self.topk_blocks = expect_int("topk_blocks", topk_blocks, 1, MAX_BLOCKS)
-        if topk_blocks % 4:
+        if self.topk_blocks % 4:
             raise mismatch("topk_blocks", _COLUMNS, f"{topk_blocks}")
         self.memory_budget = expect_int("memory_budget", memory_budget, 1)
         self._deep_gemm = DeepGemm(deep_gemm)
@@ -162,10 +162,9 @@ class Sm100Indexer:
     @torch.no_grad()
     def prefill_tail(self, candidates: Candidates, tail_lens: Sequence[int]) -> Candidates:
         """See `CandidateIndexer.prefill_tail`. A schedule cannot be sliced: it is made anew."""
-        if not isinstance(candidates, Candidates):
-            raise mismatch("candidates", "Candidates", candidates)
-        rows, source = candidates.plan.tail_rows(tail_lens), candidates.blocks
-        plan = candidates.plan.of_rows(rows, list(tail_lens))
+        source = expect_published(candidates, self.device)
+        rows = candidates.plan.tail_rows(tail_lens)
+        plan = candidates.plan.of_rows(rows, tail_lens)
         table = self._empty_table(plan.num_rows, source.shape[1])
         torch.index_select(source, 0, rows, out=table)
         held = candidates.schedules if isinstance(candidates, PairCandidates) else None
