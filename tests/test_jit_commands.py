@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `compile`, `cache` and `doctor` do about kernels, with compilers that take no time."""
 
+import dataclasses
 import io
 import os
 import platform
@@ -413,7 +414,7 @@ def test_clear_leaves_what_is_not_used(
 def test_kernels_that_are_not_for_an_architecture_are_named(
     toolkit: FakeToolkit, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hopper = Kernel("scale", VARIANTS, root=CSRC, capabilities=(90, 90))
+    hopper = dataclasses.replace(scale_kernel(), capabilities=(90, 90))
     monkeypatch.setattr(commands, "all_kernels", lambda: {"scale": hopper})
     assert commands.compile_command(console, "8.0,9.0", None, 1, None) == 0
     assert text_of(console).splitlines()[-1] == "not for sm_80: scale"
