@@ -25,6 +25,7 @@ from sparse_indexer import (
     flat_index_k,
     make_candidate_indexer,
     plan_prefill,
+    pool_slots,
 )
 
 INT32_MAX = 2**31 - 1
@@ -1047,3 +1048,51 @@ def test_a_huge_count_is_refused_before_anything_is_made_of_it() -> None:
         ValueError, match=f"^positions: expected {INT32_MAX} values, one a row, got 2$"
     ):
         plan_prefill([5, 6], [INT32_MAX])
+
+
+def paged_plan(**changes: Any) -> PrefillPlan:
+    table = ints(5, -1, 2**31 - 1, 9, 7, 3).view(2, 3)
+    options: dict[str, Any] = {"page_table": table, "request_of_row": [1, 0, 0]}
+    return plan_prefill([0, 2, 1], [2, 1], **options | changes)
+
+
+def test_pool_slots() -> None:
+    """Rows in any order; -1 where a position is unused, or has no page or no slot."""
+    positions = ints(0, 7, 8, 23, -1, 0, 7, 8, 16, 24, 5, -(2**31), 2**31 - 1, 1, -1).view(3, 5)
+    slots = pool_slots(positions, paged_plan(), 8)
+    assert slots.dtype == torch.int32
+    assert slots.tolist() == [
+        [72, 79, 56, 31, -1],
+        [40, 47, -1, -1, -1],
+        [45, -1, -1, 41, -1],
+    ]
+    odd = pool_slots(positions, paged_plan(), np.int8(3))
+    assert odd[0].tolist() == [27, 10, 11, -1, -1]
+    bare = paged_plan(page_table=torch.zeros(2, 0, dtype=torch.int32))
+    assert (pool_slots(positions, bare, 8) == -1).all()
+
+
+@pytest.mark.parametrize(
+    ("positions", "plan", "page_size", "message"),
+    [
+        (ints(1, 2, 3), paged_plan(), 8, "positions: expected [3, k] int32 on cpu, got [3] int32"),
+        (A_TABLE, paged_plan(), 8, "positions: expected [3, k] int32 on cpu, got [2, 4] int32"),
+        (A_TABLE[:, :3].t().contiguous(), paged_plan(), 0, "page_size: expected an int of 1 to "),
+        (A_TABLE, None, 8, "plan: expected a PrefillPlan, got None"),
+        (
+            A_TABLE,
+            paged_plan(page_table=None),
+            8,
+            "plan: expected a page table and no request_starts, got no page table",
+        ),
+        (
+            A_TABLE,
+            paged_plan(request_starts=[0, 3]),
+            8,
+            "plan: expected a page table and no request_starts, got request_starts",
+        ),
+    ],
+)
+def test_pool_slots_refuses(positions: Any, plan: Any, page_size: int, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        pool_slots(positions, plan, page_size)
