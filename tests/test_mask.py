@@ -4,7 +4,13 @@
 import pytest
 import torch
 
-from sparse_indexer import make_candidate_indexer
+from sparse_indexer import (
+    FlatIndexK,
+    IndexQ,
+    PrefillIndexerInputs,
+    make_candidate_indexer,
+    plan_prefill,
+)
 from sparse_indexer.backends.mask import MaskIndexer
 from sparse_indexer.formats import FORMATS, INT32_MAX
 from sparse_indexer.testing import (
@@ -244,8 +250,17 @@ def test_bad_calls_say_argument_expected_got() -> None:
         indexer.prefill_tail(candidates, 1)
     with pytest.raises(ValueError, match="inputs: expected PrefillIndexerInputs, got \\[3, 20\\]"):
         indexer.topk_prefill(out, out)
-    with pytest.raises(ValueError, match="inputs: expected tensors on meta, got cpu"):
-        MaskIndexer("meta").publish_prefill(inputs)
+    on_meta = PrefillIndexerInputs(
+        plan_prefill([39, 20, 7], [3], device="meta"),
+        IndexQ(torch.zeros(3, 5, 128, dtype=torch.float16, device="meta")),
+        torch.zeros(3, 5, device="meta"),
+        FlatIndexK(torch.zeros(40, 128, dtype=torch.float16, device="meta"), None, "fp16"),
+    )
+    with pytest.raises(ValueError, match="inputs: expected tensors on cpu, got meta"):
+        indexer.publish_prefill(on_meta)
+    for make in (make_candidate_indexer, MaskIndexer):
+        with pytest.raises(ValueError, match="device: expected a device that has values, got meta"):
+            make("meta")
     with pytest.raises(ValueError, match=r"tail_lens\[0\]: expected an int of 0 to 3, got 4"):
         indexer.prefill_tail(candidates, [4])
     with pytest.raises(ValueError, match="tail_lens: expected 1 values, one a request, got 2"):

@@ -67,6 +67,8 @@ class MaskIndexer:
         accumulate: torch.dtype | None = None,
     ) -> None:
         self.device = resolve_device(device)
+        if self.device.type == "meta":
+            raise mismatch("device", "a device that has values", "meta")
         self.topk = expect_int("topk", topk, 0, _MOST)
         self.topk_blocks = expect_int("topk_blocks", topk_blocks, 1, _MOST)
         self.memory_budget = expect_int("memory_budget", memory_budget, 1)
