@@ -286,7 +286,7 @@ def test_what_fails_to_be_made_is_not_logged(
     fresh_log: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "sparse_indexer")
-    with refused("topk: expected an int of at least 0, got -1"):
+    with refused("topk: expected an int of 0 to 1048576, got -1"):
         make_candidate_indexer("cpu", topk=-1)
     assert not caplog.records
 
@@ -334,17 +334,22 @@ def test_an_index_beyond_the_gpus_is_refused(machine: Machine) -> None:
         make_candidate_indexer("cuda:2")
 
 
-OPTIONS = {"topk": 0, "topk_blocks": 1, "memory_budget": 1}  # the least of each
+OPTIONS = {  # the least of each, and what it may be
+    "topk": (0, "0 to 1048576"),
+    "topk_blocks": (1, "1 to 1048576"),
+    "memory_budget": (1, "at least 1"),
+}
 NO_INTS = {"True": True, "1.0": 1.0, "None": None, "'8'": "8"}
 
 
-@pytest.mark.parametrize(("option", "least"), OPTIONS.items())
-def test_the_least_of_an_option_is_taken(option: str, least: int) -> None:
+@pytest.mark.parametrize("option", OPTIONS)
+def test_the_least_of_an_option_is_taken(option: str) -> None:
+    least, bounds = OPTIONS[option]
     for value in (least, 100):
         assert getattr(make_candidate_indexer("cpu", **{option: value}), option) == value
-    message = f"{option}: expected an int of at least {least}, got {least - 1}"
-    with refused(message):
-        make_candidate_indexer("cpu", **{option: least - 1})
+    for value in (least - 1, 2**40) if "to" in bounds else (least - 1,):
+        with refused(f"{option}: expected an int of {bounds}, got {value}"):
+            make_candidate_indexer("cpu", **{option: value})
 
 
 @pytest.mark.parametrize("option", OPTIONS)

@@ -115,6 +115,28 @@ def test_aligned(checks: Any) -> None:
 
 
 @needs_gxx
+def test_rows_aligned(checks: Any) -> None:
+    x = torch.zeros(6, 8)
+    for good in (x, x[:, 4:], x[:1, :7], torch.empty(6, 0), x[:, 1:1], x[:0, 1:]):
+        assert checks.rows_aligned_16(good)
+    for bad in (x[:, 1:], torch.zeros(6, 7)):
+        assert not checks.rows_aligned_16(bad)
+
+
+@needs_gxx
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_elements_are_at_multiples_of_their_size(checks: Any, dtype: torch.dtype) -> None:
+    size = dtype.itemsize
+    x = torch.frombuffer(bytearray(4 * 8 * size + 1), dtype=dtype, offset=1).view(4, 8)
+    with pytest.raises(
+        ValueError,
+        match=rf"^x: expected an address that is a multiple of {size}, got one that is 1",
+    ):
+        checks.last_dim_contiguous(x)
+    checks.last_dim_contiguous(x[:0])
+
+
+@needs_gxx
 def test_numbers(checks: Any) -> None:
     checks.scalar(1)
     checks.scalar(2048)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `compile`, `cache` and `doctor` do about kernels, with compilers that take no time."""
 
+import dataclasses
 import io
 import os
 import platform
@@ -387,12 +388,43 @@ def test_cache_command_shows_all_that_is_used(
     assert text_of(console).splitlines()[-1] == f"cleared {fallback}"
 
 
+def test_clear_leaves_what_is_not_used(
+    root: Path,
+    tmp_path: Path,
+    toolkit: FakeToolkit,
+    console: Console,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The temporary root of another setting; and it unlinks a link, whatever that leads to."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("SPARSE_INDEXER_CACHE_DIR", "/proc/self/cache")
+    commands.compile_kernels("8.0", [scale_kernel()], jobs=1)
+    fallback = tmp_path / f"sparse_indexer-{os.getuid()}"
+    monkeypatch.setenv("SPARSE_INDEXER_CACHE_DIR", str(root))
+    commands.compile_kernels("8.0", [scale_kernel()], jobs=1)
+    (root / "v1/aaa").symlink_to(fallback / "v1")
+    (root / "v1/zzz").symlink_to(tmp_path / "nowhere")
+    assert str(fallback) not in text_of(console)
+    commands.cache_command(console, clear=True)
+    assert text_of(console) == f"cleared {root}\n"
+    assert not list(root.iterdir())
+    assert len(cache.entries(fallback)) == 2
+
+
+def test_kernels_that_are_not_for_an_architecture_are_named(
+    toolkit: FakeToolkit, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hopper = dataclasses.replace(scale_kernel(), capabilities=(90, 90))
+    monkeypatch.setattr(commands, "all_kernels", lambda: {"scale": hopper})
+    assert commands.compile_command(console, "8.0,9.0", None, 1, None) == 0
+    assert text_of(console).splitlines()[-1] == "not for sm_80: scale"
+
+
 def test_doctor_says_what_variables_should_be(
     root: Path, toolkit: FakeToolkit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folders = f"{root}:/nonexistent"
     values = {
-        "CACHE_DIR": (folders, "a folder to write, then any to read, each after ':'"),
         "COMPILER": ("clang", "'nvrtc' or 'nvcc'"),
         "JIT": ("never", "'auto' or 'cached' or 'rebuild'"),
         "LINEINFO": ("yes", "'0' or '1'"),
@@ -401,7 +433,10 @@ def test_doctor_says_what_variables_should_be(
     }
     for name, (value, _) in values.items():
         monkeypatch.setenv(f"SPARSE_INDEXER_{name}", value)
+    monkeypatch.setenv("SPARSE_INDEXER_CACHE_DIR", folders)
     lines = [text for subject, text in doctor.report() if subject in ("set", "cache")]
+    note = "/nonexistent is read-only, but there is no such folder"
+    assert f"SPARSE_INDEXER_CACHE_DIR={folders}: {note}" in lines
     assert "/nonexistent, read-only, but there is no such folder" in lines
     for name, (value, expected) in values.items():
         wanted = f"SPARSE_INDEXER_{name}={value}: expected {expected}"

@@ -4,7 +4,13 @@
 import pytest
 import torch
 
-from sparse_indexer import make_candidate_indexer
+from sparse_indexer import (
+    FlatIndexK,
+    IndexQ,
+    PrefillIndexerInputs,
+    make_candidate_indexer,
+    plan_prefill,
+)
 from sparse_indexer.backends.mask import MaskIndexer
 from sparse_indexer.formats import FORMATS, INT32_MAX
 from sparse_indexer.testing import (
@@ -65,6 +71,25 @@ def test_equals_the_loop_oracle_exactly(fmt: str, turn: int) -> None:
             want = oracle_select(logits, 5, blocks if among else None)
             want = [[n + shift for n in row] for row, shift in zip(want, shifts, strict=True)]
             assert used(out, -1) == want
+
+
+@pytest.mark.parametrize("accumulate", [torch.float32, torch.float64])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_autocast_changes_no_bit(fmt: str, accumulate: torch.dtype) -> None:
+    queries, weights = random_queries(3, 32, fmt, seed=1)
+    inputs = make_inputs(queries, weights, [random_keys(700, fmt, seed=2)], [650, 651, 699], [3])
+    indexer = MaskIndexer("cpu", topk=16, topk_blocks=24, accumulate=accumulate)
+
+    def results() -> list[torch.Tensor]:
+        own, selected, full = (torch.full((3, 16), 7, dtype=torch.int32) for _ in range(3))
+        candidates = indexer.publish_prefill(inputs, own)
+        indexer.select_prefill(candidates, inputs, selected)
+        indexer.topk_prefill(inputs, full)
+        return [indexer.dense_logits(inputs), candidates.blocks, own, selected, full]
+
+    want = results()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(map(torch.equal, results(), want))
 
 
 @pytest.mark.parametrize(("topk", "topk_blocks"), [(1, 1), (8, 12), (64, 70), (100, 3)])
@@ -215,14 +240,27 @@ def test_bad_calls_say_argument_expected_got() -> None:
             ValueError, match=r"candidates.blocks: expected \[3, topk_blocks\] int32"
         ):
             indexer.select_prefill(type(candidates)(blocks, inputs.plan), inputs, out)
+        with pytest.raises(
+            ValueError, match=r"candidates.blocks: expected \[3, topk_blocks\] int32"
+        ):
+            indexer.prefill_tail(type(candidates)(blocks, inputs.plan), [1])
     with pytest.raises(
         ValueError, match="tail_lens: expected a sequence of ints on the host, got 1"
     ):
         indexer.prefill_tail(candidates, 1)
     with pytest.raises(ValueError, match="inputs: expected PrefillIndexerInputs, got \\[3, 20\\]"):
         indexer.topk_prefill(out, out)
-    with pytest.raises(ValueError, match="inputs: expected tensors on meta, got cpu"):
-        MaskIndexer("meta").publish_prefill(inputs)
+    on_meta = PrefillIndexerInputs(
+        plan_prefill([39, 20, 7], [3], device="meta"),
+        IndexQ(torch.zeros(3, 5, 128, dtype=torch.float16, device="meta")),
+        torch.zeros(3, 5, device="meta"),
+        FlatIndexK(torch.zeros(40, 128, dtype=torch.float16, device="meta"), None, "fp16"),
+    )
+    with pytest.raises(ValueError, match="inputs: expected tensors on cpu, got meta"):
+        indexer.publish_prefill(on_meta)
+    for make in (make_candidate_indexer, MaskIndexer):
+        with pytest.raises(ValueError, match="device: expected a device that has values, got meta"):
+            make("meta")
     with pytest.raises(ValueError, match=r"tail_lens\[0\]: expected an int of 0 to 3, got 4"):
         indexer.prefill_tail(candidates, [4])
     with pytest.raises(ValueError, match="tail_lens: expected 1 values, one a request, got 2"):

@@ -23,6 +23,7 @@ from op_calls import (
     HEADS,
     INTS,
     KV_POOL,
+    PACKED_KEYS,
     PACKED_QUERIES,
     PACKED_WEIGHTS,
     POOL,
@@ -89,8 +90,8 @@ def test_a_tensor_of_the_cpu_is_refused_by_name(name: str, argument: str) -> Non
         ("row_quads", "request_of_row: expected [rows] int32 on cuda, got [2] int32"),
         ("index_q", "queries values: expected [rows, heads, 128] uint8 on cuda, got [2, 3, 128]"),
         ("candidate_quads", "blocks: expected [quads, 4, n] int32 on cuda, got [4, 4, 10] int32"),
-        ("dense_block_keys", "keys: expected [blocks, 1152] uint8 or float16 or bfloat16 on cuda"),
-        ("candidate_logits", "keys: expected [blocks, 1152] uint8 or float16 or bfloat16 on cuda"),
+        ("dense_block_keys", "keys: expected [blocks, 1152] uint8 on cuda, got [64, 1152] uint8"),
+        ("candidate_logits", "keys: expected [blocks, 1152] uint8 on cuda, got [64, 1152] uint8"),
         (
             "kv_gather",
             "kv_pool values: expected [slots, fp8_dim] uint8 on cuda, got [2, 128] uint8",
@@ -98,9 +99,9 @@ def test_a_tensor_of_the_cpu_is_refused_by_name(name: str, argument: str) -> Non
         ("kv_gather, plain", "kv_pool: expected [slots, dim] float16 or bfloat16 or float32 on"),
         ("sparse_softmax", "logits: expected [rows, heads, k] float32 on cuda, got [2, 3, 8]"),
         ("relu_head_sum", "weights: expected [rows, heads] float32 on cuda, got [2, 3] float32"),
-        ("fused_logits", "keys: expected [blocks, 1152] uint8 or float16 or bfloat16 on cuda"),
-        ("fused_block_keys", "keys: expected [blocks, 1152] uint8 or float16 or bfloat16 on cuda"),
-        ("fused_candidate_logits", "keys: expected [blocks, 1152] uint8 or float16 or bfloat16 on"),
+        ("fused_logits", "keys: expected [blocks, 1152] uint8 on cuda, got [64, 1152] uint8"),
+        ("fused_block_keys", "keys: expected [blocks, 1152] uint8 on cuda, got [64, 1152] uint8"),
+        ("fused_candidate_logits", "keys: expected [blocks, 1152] uint8 on cuda, got"),
     ],
 )
 def test_all_tensors_of_the_cpu(name: str, message: str) -> None:
@@ -416,6 +417,20 @@ def test_packed_blocks_of_every_dtype(dtype: torch.dtype, width: int) -> None:
     op, given = CALLS["index_k, packed"]
     with pytest.raises(RuntimeError, match="kernels are not loaded on cuda:63"):
         op(**given | {"out_values": cuda(3, width, dtype=dtype)})
+
+
+@needs_gxx
+@pytest.mark.usefixtures("entries")
+@pytest.mark.parametrize(
+    "name",
+    [name for name, (_, given) in CALLS.items() if given.get("keys") is PACKED_KEYS],
+)
+def test_keys_of_other_widths_and_dtypes(name: str) -> None:
+    wide = cuda(64, 1152, dtype=torch.float16)
+    assert refusal(name, keys=wide).startswith("keys: expected [64, 1088] float16 on cuda")
+    both = "[blocks, 1152] uint8 or [blocks, 1088] float16 or bfloat16"
+    floats = cuda(64, 1152, dtype=torch.float32)
+    assert refusal(name, keys=floats) == f"keys: expected {both}, got float32"
 
 
 @needs_gxx

@@ -25,6 +25,7 @@ from sparse_indexer import (
     flat_index_k,
     make_candidate_indexer,
     plan_prefill,
+    pool_slots,
 )
 
 INT32_MAX = 2**31 - 1
@@ -494,6 +495,29 @@ GOOD_PLAN: dict[str, Any] = {
     "key_starts": ints(0, 5),
     "request_starts": ints(7, 8),
 }
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_host_lengths_are_the_plans_own(kind: Callable[..., Any]) -> None:
+    counts, contexts = [np.int64(2), 1], [np.uint8(5), 3]
+    plan = PrefillPlan(
+        **GOOD_PLAN | {"rows_per_request": kind(counts), "context_lens": kind(contexts)}
+    )
+    counts[0] = contexts[0] = 0
+    assert plan.rows_per_request == [2, 1]
+    assert plan.context_lens == [5, 3]
+    assert {type(n) for n in (*plan.rows_per_request, *plan.context_lens)} == {int}
+    tails = [np.int32(1), 1]
+    tail = plan.tail(tails)
+    tails[0] = 2
+    assert tail.rows_per_request == [1, 1]
+
+
+def test_a_ratio_of_numpy() -> None:
+    plan = plan_prefill([7, 8], [2], compress_ratio=np.int8(4))
+    assert plan.compressed_lens.tolist() == [2, 2]
+
+
 A_TABLE = torch.zeros(2, 4, dtype=torch.int32)
 OF_REQUEST = "0 to the context_lens of its request"
 BAD_VALUES: dict[str, tuple[dict[str, Any], str]] = {
@@ -556,9 +580,9 @@ BAD_PLANS: dict[str, tuple[dict[str, Any], str]] = {
         {"rows_per_request": ints(2, 1)},
         "rows_per_request: expected a list of ints on the host, got [2] int32 on cpu",
     ),
-    "contexts as a tuple": (
-        {"context_lens": (5, 3)},
-        "context_lens: expected a list of ints on the host, got a tuple",
+    "contexts as a range": (
+        {"context_lens": range(3, 5)},
+        "context_lens: expected a list of ints on the host, got a range",
     ),
     "a negative count": (
         {"rows_per_request": [4, -1]},
@@ -568,9 +592,9 @@ BAD_PLANS: dict[str, tuple[dict[str, Any], str]] = {
         {"rows_per_request": [2, True]},
         "rows_per_request[1]: expected an int, got True",
     ),
-    "a count of numpy": (
-        {"rows_per_request": [np.int64(2), 1]},
-        "rows_per_request[0]: expected an int, got a numpy int64",
+    "a bool of numpy for a count": (
+        {"rows_per_request": [2, np.True_]},
+        "rows_per_request[1]: expected an int, got a numpy bool",
     ),
     "a context beyond int32": (
         {"context_lens": [2**31, 3]},
@@ -621,7 +645,8 @@ BAD_PLANS: dict[str, tuple[dict[str, Any], str]] = {
 
 def test_a_plan_of_device_tensors_is_taken_as_it_is() -> None:
     plan = PrefillPlan(**GOOD_PLAN)
-    assert all(getattr(plan, name) is value for name, value in GOOD_PLAN.items())
+    tensors = {n: value for n, value in GOOD_PLAN.items() if isinstance(value, torch.Tensor)}
+    assert all(getattr(plan, name) is value for name, value in tensors.items())
     assert plan.page_table is None
     assert (plan.num_rows, plan.num_requests) == (3, 2)
     wide = torch.zeros(2, 9, dtype=torch.int32)[:, 3:7]
@@ -669,8 +694,11 @@ TABLE = torch.zeros(2, 4, dtype=torch.int64)
 ON_META = torch.zeros(3, dtype=torch.int64, device="meta")
 A_SEQUENCE = "a 1-D sequence of integers"
 BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
-    "ratio 0": ({"compress_ratio": 0}, "compress_ratio: expected an int of at least 1, got 0"),
-    "ratio -4": ({"compress_ratio": -4}, "compress_ratio: expected an int of at least 1, got -4"),
+    "ratio 0": ({"compress_ratio": 0}, "compress_ratio: expected an int of 1 to 2147483647, got 0"),
+    "ratio 2^80": (
+        {"compress_ratio": 2**80},
+        f"compress_ratio: expected an int of 1 to 2147483647, got {2**80}",
+    ),
     "ratio True": ({"compress_ratio": True}, "compress_ratio: expected an int, got True"),
     "ratio 2.0": ({"compress_ratio": 2.0}, "compress_ratio: expected an int, got 2.0"),
     "two tables": (
@@ -965,18 +993,22 @@ BAD_EXPANSIONS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "index page 0": (
         {"index_page_size": 0},
-        "index_page_size: expected an int of at least 8, got 0",
+        "index_page_size: expected an int of 8 to 2147483647, got 0",
     ),
     "index page 4": (
         {"index_page_size": 4},
-        "index_page_size: expected an int of at least 8, got 4",
+        "index_page_size: expected an int of 8 to 2147483647, got 4",
     ),
     "index page 12": (
         {"kv_page_size": 24, "index_page_size": 12},
         "index_page_size: expected a multiple of 8, got 12",
     ),
+    "kv page 2^80": (
+        {"kv_page_size": 2**80},
+        f"kv_page_size: expected an int of 1 to 2147483647, got {2**80}",
+    ),
     "index page True": ({"index_page_size": True}, "index_page_size: expected an int, got True"),
-    "kv page 0": ({"kv_page_size": 0}, "kv_page_size: expected an int of at least 1, got 0"),
+    "kv page 0": ({"kv_page_size": 0}, "kv_page_size: expected an int of 1 to 2147483647, got 0"),
     "kv page 64.0": ({"kv_page_size": 64.0}, "kv_page_size: expected an int, got 64.0"),
     "kv page of half an index page": (
         {"kv_page_size": 8},
@@ -986,7 +1018,7 @@ BAD_EXPANSIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"compress_ratio": 8},
         "kv_page_size: expected a multiple of index_page_size * compress_ratio = 128, got 64",
     ),
-    "ratio 0": ({"compress_ratio": 0}, "compress_ratio: expected an int of at least 1, got 0"),
+    "ratio 0": ({"compress_ratio": 0}, "compress_ratio: expected an int of 1 to 2147483647, got 0"),
 }
 
 
@@ -1016,3 +1048,51 @@ def test_a_huge_count_is_refused_before_anything_is_made_of_it() -> None:
         ValueError, match=f"^positions: expected {INT32_MAX} values, one a row, got 2$"
     ):
         plan_prefill([5, 6], [INT32_MAX])
+
+
+def paged_plan(**changes: Any) -> PrefillPlan:
+    table = ints(5, -1, 2**31 - 1, 9, 7, 3).view(2, 3)
+    options: dict[str, Any] = {"page_table": table, "request_of_row": [1, 0, 0]}
+    return plan_prefill([0, 2, 1], [2, 1], **options | changes)
+
+
+def test_pool_slots() -> None:
+    """Rows in any order; -1 where a position is unused, or has no page or no slot."""
+    positions = ints(0, 7, 8, 23, -1, 0, 7, 8, 16, 24, 5, -(2**31), 2**31 - 1, 1, -1).view(3, 5)
+    slots = pool_slots(positions, paged_plan(), 8)
+    assert slots.dtype == torch.int32
+    assert slots.tolist() == [
+        [72, 79, 56, 31, -1],
+        [40, 47, -1, -1, -1],
+        [45, -1, -1, 41, -1],
+    ]
+    odd = pool_slots(positions, paged_plan(), np.int8(3))
+    assert odd[0].tolist() == [27, 10, 11, -1, -1]
+    bare = paged_plan(page_table=torch.zeros(2, 0, dtype=torch.int32))
+    assert (pool_slots(positions, bare, 8) == -1).all()
+
+
+@pytest.mark.parametrize(
+    ("positions", "plan", "page_size", "message"),
+    [
+        (ints(1, 2, 3), paged_plan(), 8, "positions: expected [3, k] int32 on cpu, got [3] int32"),
+        (A_TABLE, paged_plan(), 8, "positions: expected [3, k] int32 on cpu, got [2, 4] int32"),
+        (A_TABLE[:, :3].t().contiguous(), paged_plan(), 0, "page_size: expected an int of 1 to "),
+        (A_TABLE, None, 8, "plan: expected a PrefillPlan, got None"),
+        (
+            A_TABLE,
+            paged_plan(page_table=None),
+            8,
+            "plan: expected a page table and no request_starts, got no page table",
+        ),
+        (
+            A_TABLE,
+            paged_plan(request_starts=[0, 3]),
+            8,
+            "plan: expected a page table and no request_starts, got request_starts",
+        ),
+    ],
+)
+def test_pool_slots_refuses(positions: Any, plan: Any, page_size: int, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        pool_slots(positions, plan, page_size)

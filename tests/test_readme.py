@@ -45,6 +45,11 @@ def test_the_attention_backend_example_selects() -> None:
     assert (positions[:2] >= 0).all()
     assert (positions[:2, 1:] > positions[:2, :-1]).all()
     assert positions[2].tolist() == [*range(31), *[-1] * 33]
+    page_table = made["page_table"]
+    for row, request in ((0, 0), (2, 1)):
+        used = positions[row][positions[row] >= 0].long()
+        want = page_table[request, used // 64] * 64 + used % 64
+        assert made["kv_slots"][row].tolist() == want.tolist() + [-1] * (64 - len(used))
     assert made["tail"].blocks.tolist() == made["candidates"].blocks[[1, 4]].tolist()
 
 

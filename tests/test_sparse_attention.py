@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from gpu_support import no_synchronization
@@ -579,6 +580,16 @@ def test_a_pool_of_656_byte_rows_is_read_where_it_lies() -> None:
     assert bare.read(torch.tensor([2])).shape == (1, 128)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_autocast_changes_no_bit(dtype: torch.dtype, device: str) -> None:
+    for pool in (POOL, PLAIN, PLAIN.float()):
+        arguments = (Q.to(device, dtype), to(pool, device), POSITIONS.to(device))
+        want = sparse_attention(*arguments, scale=0.1)
+        with torch.autocast(device, torch.bfloat16):
+            assert torch.equal(sparse_attention(*arguments, scale=0.1), want)
+
+
 POOL = make_pool("fp8", SLOTS, 192)
 PLAIN = make_pool(torch.float16, SLOTS, 192)
 Q = normal(5, 9, 192, seed=6)
@@ -605,9 +616,11 @@ BAD_CALLS = {
     },
     r"sink: expected \[9\] float32 on cpu, got \[8\] float32": {"sink": torch.zeros(8)},
     r"sink: expected \[9\] float32 on cpu, got \[9\] float16": {"sink": torch.zeros(9).half()},
-    "scale: expected a finite number, got nan": {"scale": float("nan")},
-    "scale: expected a finite number, got True": {"scale": True},
-    "scale: expected a finite number, got 'a'": {"scale": "a"},
+    "scale: expected a finite float32, got nan": {"scale": float("nan")},
+    "scale: expected a finite float32, got True": {"scale": True},
+    "scale: expected a finite float32, got 'a'": {"scale": "a"},
+    r"scale: expected a finite float32, got 1e\+39": {"scale": 1e39},
+    "scale: expected a finite float32, got -1000": {"scale": -(10**400)},
     "value_dim: expected an int of 1 to 192, got 193": {"value_dim": 193},
     "value_dim: expected an int of 1 to 192, got 0": {"value_dim": 0},
     "value_dim: expected an int, got 1.5": {"value_dim": 1.5},
@@ -622,6 +635,14 @@ def test_bad_calls_say_argument_expected_got(message: str) -> None:
     sparse_attention(**good)
     with pytest.raises(ValueError, match=f"^{message}"):
         sparse_attention(**{**good, **BAD_CALLS[message]})
+
+
+def test_numbers_of_numpy() -> None:
+    want = sparse_attention(Q, POOL, POSITIONS, scale=0.5, value_dim=7)
+    for scale, value_dim in ((np.float32(0.5), np.uint8(7)), (np.float64(0.5), np.int32(7))):
+        assert torch.equal(
+            sparse_attention(Q, POOL, POSITIONS, scale=scale, value_dim=value_dim), want
+        )
 
 
 def test_the_least_budget_is_the_one_that_is_named() -> None:
@@ -655,8 +676,16 @@ BAD_POOLS: dict[str, Callable[[], object]] = {
     r"rows: expected 132 n \+ 128 columns, n >= 1, got \[4, 128\] uint8": (
         lambda: KVPool.from_rows(BYTES[:, :128])
     ),
-    "rows: expected an offset and a row stride that are multiples of 4, got offset 2, stride 660": (
+    r"rows: expected an address, .* multiples of 4, got \d*[02468], 2 and 660": (
         lambda: KVPool.from_rows(BYTES[:, 2:658])
+    ),
+    r"rows: expected an address, .* multiples of 4, got \d*[13579], 0 and 656": (
+        lambda: KVPool.from_rows(
+            torch.frombuffer(bytearray(1 + 2 * 656), dtype=torch.uint8, offset=1).view(2, 656)
+        )
+    ),
+    r"rows: expected an address, .* multiples of 4, got \d*[02468], 0 and 658": (
+        lambda: KVPool.from_rows(torch.zeros(2, 658, dtype=torch.uint8)[:, :656])
     ),
     r"rows: expected \[slots, bytes\] uint8, got \[4, 660\] int8": (
         lambda: KVPool.from_rows(BYTES.view(torch.int8))

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         expand_index_page_table,
         flat_index_k,
         plan_prefill,
+        pool_slots,
     )
     from sparse_indexer.kv_pool import KVPool
     from sparse_indexer.protocol import CandidateIndexer, Candidates
@@ -49,6 +50,7 @@ _HOMES = {
     "flat_index_k": "sparse_indexer.inputs",
     "make_candidate_indexer": "sparse_indexer.factory",
     "plan_prefill": "sparse_indexer.inputs",
+    "pool_slots": "sparse_indexer.inputs",
     "quantize_fp4": "sparse_indexer.formats",
     "quantize_fp8": "sparse_indexer.formats",
     "sparse_attention": "sparse_indexer.attention",
@@ -71,6 +73,7 @@ __all__ = [
     "flat_index_k",
     "make_candidate_indexer",
     "plan_prefill",
+    "pool_slots",
     "quantize_fp4",
     "quantize_fp8",
     "sparse_attention",

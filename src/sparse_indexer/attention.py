@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
 from functools import cache
+from numbers import Real
 from typing import NamedTuple
 
 import torch
 
 from sparse_indexer.backends.kernels import build_kernels
+from sparse_indexer.devices import no_autocast
 from sparse_indexer.errors import (
     BackendUnavailable,
     describe,
@@ -82,8 +83,8 @@ def sparse_attention(
     is all plain torch in float32, which is said once a device, at level WARNING of
     `sparse_indexer`.
 
-    A row's result depends on that row alone; on a CPU to the bit, whatever the budget, while on a
-    GPU the last bits may depend on how many rows a tile has.
+    A row's result depends on that row alone; on a CPU to the bit, whatever the budget, given
+    torch's number of threads, while on a GPU the last bits may depend on how many rows a tile has.
 
     Args:
         q: `[rows, heads, dim]` float16, bfloat16 or float32 queries, any row and head strides.
@@ -114,13 +115,15 @@ def sparse_attention(
     expect_positions(positions, (rows, "k"), num_slots(kv_pool), q.device)
     if sink is not None:
         expect_tensor("sink", sink, (heads,), (torch.float32,), q.device)
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
-        raise mismatch("scale", "a finite number", describe(scale))
+    real = isinstance(scale, Real) and not isinstance(scale, bool)
+    if not real or not abs(scale) <= torch.finfo(torch.float32).max:
+        raise mismatch("scale", "a finite float32", describe(scale))
     value_dim = dim if value_dim is None else expect_int("value_dim", value_dim, 1, dim)
     k = positions.shape[1]
     route = _route(q, kv_pool)
     least = _row_bytes(route, heads, dim, k, value_dim)
-    if expect_int("memory_budget", memory_budget, 0) < least:
+    memory_budget = expect_int("memory_budget", memory_budget, 0)
+    if memory_budget < least:
         raise mismatch("memory_budget", f"at least {least} bytes", str(memory_budget))
     out = q.new_zeros(rows, heads, value_dim)
     if k:
@@ -213,6 +216,7 @@ def _attend(
 
 def _bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """The products of matrices in float32, of halves, too."""
-    if a.dtype == torch.float32:
-        return torch.bmm(a, b)
-    return torch.bmm(a, b, out_dtype=torch.float32)
+    with no_autocast(a.device):
+        if a.dtype == torch.float32:
+            return torch.bmm(a, b)
+        return torch.bmm(a, b, out_dtype=torch.float32)

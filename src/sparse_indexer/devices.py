@@ -29,3 +29,8 @@ def resolve_device(device: torch.device | str) -> torch.device:
     if index >= count:
         raise mismatch("device", f"cuda:0 to cuda:{count - 1}", str(where))
     return torch.device("cuda", index)
+
+
+def no_autocast(device: torch.device) -> torch.autocast:
+    """A block in which matmuls multiply what they are given, whatever `torch.autocast` is set."""
+    return torch.autocast(device.type, enabled=False)

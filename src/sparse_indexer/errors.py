@@ -90,9 +90,10 @@ def _shape_fits(have: tuple[int, ...], want: Shape) -> bool:
 
 
 def expect_int(argument: str, value: object, low: int, high: int | None = None) -> int:
-    """`value` if it is an `int` of [low, high]; `ValueError` if not."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    """`value` if it is an integer of [low, high], numpy's or not; `ValueError` if not."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise mismatch(argument, "an int", describe(value))
+    value = int(value)
     if value < low or (high is not None and value > high):
         bound = f"at least {low}" if high is None else f"{low} to {high}"
         raise mismatch(argument, f"an int of {bound}", str(value))

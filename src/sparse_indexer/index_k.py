@@ -56,7 +56,8 @@ class IndexKPool(msgspec.Struct, frozen=True, eq=False):
         spec = _spec(self.format)
         if self.layout not in ("planar", "interleaved"):
             raise mismatch("layout", "'planar' or 'interleaved'", describe(self.layout))
-        expect_int("page_size", self.page_size, BLOCK_SIZE)
+        page_size = expect_int("page_size", self.page_size, BLOCK_SIZE)
+        msgspec.structs.force_setattr(self, "page_size", page_size)
         if self.page_size % BLOCK_SIZE:
             raise mismatch("page_size", "a multiple of 8", str(self.page_size))
         dtype = torch.uint8 if spec.scale_bytes else spec.values_dtype
@@ -93,8 +94,8 @@ class IndexKPool(msgspec.Struct, frozen=True, eq=False):
             page_stride: bytes from a page to the next; default: what a page holds.
         """
         spec = _spec(format)
-        expect_int("num_pages", num_pages, 0)
-        expect_int("page_size", page_size, BLOCK_SIZE)
+        num_pages = expect_int("num_pages", num_pages, 0)
+        page_size = expect_int("page_size", page_size, BLOCK_SIZE)
         dtype = torch.uint8 if spec.scale_bytes else spec.values_dtype
         elements = page_size * _position_bytes(spec) // dtype.itemsize
         size, step = elements * dtype.itemsize, dtype.itemsize

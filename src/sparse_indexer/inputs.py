@@ -12,7 +12,7 @@ import torch
 from sparse_indexer.errors import expect_tensor, mismatch
 from sparse_indexer.formats import HEAD_DIM
 from sparse_indexer.index_k import BLOCK_SIZE, FlatIndexK, IndexKPool, flat_index_k
-from sparse_indexer.page_table import expand_index_page_table
+from sparse_indexer.page_table import expand_index_page_table, pool_slots
 from sparse_indexer.plan import PrefillPlan
 from sparse_indexer.planning import plan_prefill
 
@@ -28,6 +28,7 @@ __all__ = [
     "expect_out_positions",
     "flat_index_k",
     "plan_prefill",
+    "pool_slots",
 ]
 
 

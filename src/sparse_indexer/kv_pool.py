@@ -58,14 +58,15 @@ class KVPool(msgspec.Struct, frozen=True, eq=False):
         Raises:
             ValueError: a wrong shape, dtype or width, or rows that are not aligned to 4 bytes.
         """
-        expect_int("rope_dim", rope_dim, 0)
+        rope_dim = expect_int("rope_dim", rope_dim, 0)
         expect_tensor("rows", rows, ("slots", "bytes"), (torch.uint8,))
         groups, rest = divmod(rows.shape[1] - 2 * rope_dim, KV_GROUP + 4)
         if groups < 1 or rest:
             raise mismatch("rows", f"{KV_GROUP + 4} n + {2 * rope_dim} columns, n >= 1", rows)
-        if rows.storage_offset() % 4 or rows.stride(0) % 4:
-            got = f"offset {rows.storage_offset()}, stride {rows.stride(0)}"
-            raise mismatch("rows", "an offset and a row stride that are multiples of 4", got)
+        places = (rows.data_ptr(), rows.storage_offset(), rows.stride(0))
+        if any(place % 4 for place in places):
+            want = "an address, a storage offset and a row stride that are multiples of 4"
+            raise mismatch("rows", want, "{}, {} and {}".format(*places))
         scales, rope = groups * KV_GROUP, groups * (KV_GROUP + 4)  # where they begin
         return cls(
             rows[:, :scales].view(torch.float8_e4m3fn),

@@ -23,9 +23,9 @@ class PrefillPlan(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     Attributes:
         compressed_lens: `[rows]` int32: positions the row may see, `(token position + 1) // ratio`.
         request_of_row: `[rows]` int32: the row's request; any mapping.
-        rows_per_request: host, `[requests]`: rows of each request.
-        context_lens: host, `[requests]`: at least the most positions that any row of the request
-            sees.
+        rows_per_request: host, `[requests]`: rows of each request; a list or tuple, copied.
+        context_lens: host, `[requests]`, likewise: at least the most positions that any row of the
+            request sees.
         page_table: `[requests, max_pages]` int32: pages of each request in the index-K pool; slots
             past its last position hold anything. `None`: keys are flat.
         key_starts: `[requests]` int32: first column of each request in flat keys. `None`: keys are
@@ -40,8 +40,8 @@ class PrefillPlan(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
     compressed_lens: torch.Tensor
     request_of_row: torch.Tensor
-    rows_per_request: list[int]
-    context_lens: list[int]
+    rows_per_request: Sequence[int]
+    context_lens: Sequence[int]
     page_table: torch.Tensor | None = None
     key_starts: torch.Tensor | None = None
     request_starts: torch.Tensor | None = None
@@ -51,7 +51,8 @@ class PrefillPlan(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         rows, device = len(lens), lens.device
         expect_tensor("request_of_row", self.request_of_row, (rows,), _INT32, device)
         for name in ("rows_per_request", "context_lens"):
-            _expect_host_ints(name, getattr(self, name))
+            own = _expect_host_ints(name, getattr(self, name))
+            msgspec.structs.force_setattr(self, name, own)
         requests = len(self.rows_per_request)
         if sum(self.rows_per_request) != rows:
             got = f"a sum of {sum(self.rows_per_request)}"
@@ -148,9 +149,9 @@ class PrefillPlan(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         Raises:
             ValueError: as `tail_rows`.
         """
-        return self.of_rows(self.tail_rows(tail_lens), list(tail_lens))
+        return self.of_rows(self.tail_rows(tail_lens), tail_lens)
 
-    def of_rows(self, rows: torch.Tensor, rows_per_request: list[int]) -> PrefillPlan:
+    def of_rows(self, rows: torch.Tensor, rows_per_request: Sequence[int]) -> PrefillPlan:
         """The plan of some rows alone; requests and their keys stay as they are.
 
         Args:
@@ -171,11 +172,11 @@ class PrefillPlan(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         )
 
 
-def _expect_host_ints(argument: str, value: object) -> None:
-    if not isinstance(value, list):
+def _expect_host_ints(argument: str, value: object) -> list[int]:
+    """A list of our own."""
+    if not isinstance(value, (list, tuple)):
         raise mismatch(argument, "a list of ints on the host", describe(value))
-    for i, item in enumerate(value):
-        expect_int(f"{argument}[{i}]", item, 0, INT32_MAX)
+    return [expect_int(f"{argument}[{i}]", item, 0, INT32_MAX) for i, item in enumerate(value)]
 
 
 def _refuse_first(argument: str, bad: torch.Tensor, values: torch.Tensor, expected: str) -> None:

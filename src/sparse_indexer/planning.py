@@ -56,7 +56,7 @@ def plan_prefill(
         ValueError: a wrong shape, dtype, device, length or value; more than one of `page_table`,
             `row_page_table`, `key_starts`; no `context_lens` with `positions` on a GPU.
     """
-    ratio = expect_int("compress_ratio", compress_ratio, 1)
+    ratio = expect_int("compress_ratio", compress_ratio, 1, INT32_MAX)
     given = [t for t in (page_table, row_page_table, key_starts) if t is not None]
     if len(given) > 1:
         one = "at most one of the three"

@@ -125,8 +125,7 @@ def expect_candidates(
 
     On a CPU also if they were published for rows that see other positions.
     """
-    if not isinstance(candidates, Candidates):
-        raise mismatch("candidates", "Candidates", candidates)
+    blocks = expect_published(candidates, device)
     plan, own = inputs.plan, candidates.plan
     if candidates.num_rows != plan.num_rows:
         want = f"{plan.num_rows} rows, as the inputs have"
@@ -135,5 +134,14 @@ def expect_candidates(
         for name in ("compressed_lens", "request_of_row"):
             if not torch.equal(getattr(own, name), getattr(plan, name)):
                 raise mismatch("candidates", f"a plan with the {name} of the inputs", "another")
-    shape = (plan.num_rows, "topk_blocks")
+    return blocks
+
+
+def expect_published(candidates: Candidates, device: torch.device) -> torch.Tensor:
+    """The candidates' blocks if they are those of their own plan's rows; `ValueError` if not."""
+    if not isinstance(candidates, Candidates):
+        raise mismatch("candidates", "Candidates", candidates)
+    if candidates.plan.device != device:
+        raise mismatch("candidates", f"a plan on {device}", str(candidates.plan.device))
+    shape = (candidates.num_rows, "topk_blocks")
     return expect_tensor("candidates.blocks", candidates.blocks, shape, (torch.int32,), device)

@@ -16,12 +16,13 @@ from sparse_indexer.devices import resolve_device
 from sparse_indexer.errors import expect_int, mismatch
 from sparse_indexer.formats import HEAD_DIM, INT32_MAX
 from sparse_indexer.inputs import BLOCK_SIZE, PrefillIndexerInputs
-from sparse_indexer.protocol import Candidates, expect_call, expect_candidates
+from sparse_indexer.protocol import Candidates, expect_call, expect_candidates, expect_published
 from sparse_indexer.torch_ops.block_keys import block_keys, published
 from sparse_indexer.torch_ops.index_k import index_k
 from sparse_indexer.torch_ops.logits import QUERIES_AT_ONCE, logits
 from sparse_indexer.torch_ops.topk import UNUSED, indices, merge, ordered, pack
 
+_MOST = 1 << 20  # positions or blocks a row
 _MAX_TILE_POSITIONS = 1024
 _MAX_TILE_ROWS = {"cpu": 256}  # beyond that a tile leaves a CPU's caches
 
@@ -41,8 +42,8 @@ class MaskIndexer:
 
     Args:
         device: where inputs and outputs are.
-        topk: positions a row selects.
-        topk_blocks: blocks of 8 positions a row publishes.
+        topk: positions a row selects, at most 2^20.
+        topk_blocks: blocks of 8 positions a row publishes, at most 2^20.
         memory_budget: bytes of scratch beside inputs and outputs, at most.
         accumulate: `torch.float64` (default on a CPU): a logit is computed in fp64 from the exact
             dequantized operands and rounded to float32 once, so its bits depend on nothing but its
@@ -66,8 +67,10 @@ class MaskIndexer:
         accumulate: torch.dtype | None = None,
     ) -> None:
         self.device = resolve_device(device)
-        self.topk = expect_int("topk", topk, 0)
-        self.topk_blocks = expect_int("topk_blocks", topk_blocks, 1)
+        if self.device.type == "meta":
+            raise mismatch("device", "a device that has values", "meta")
+        self.topk = expect_int("topk", topk, 0, _MOST)
+        self.topk_blocks = expect_int("topk_blocks", topk_blocks, 1, _MOST)
         self.memory_budget = expect_int("memory_budget", memory_budget, 1)
         if accumulate is None:
             accumulate = torch.float64 if self.device.type == "cpu" else torch.float32
@@ -121,10 +124,9 @@ class MaskIndexer:
 
     def prefill_tail(self, candidates: Candidates, tail_lens: Sequence[int]) -> Candidates:
         """See `CandidateIndexer.prefill_tail`."""
-        if not isinstance(candidates, Candidates):
-            raise mismatch("candidates", "Candidates", candidates)
+        blocks = expect_published(candidates, self.device)
         rows = candidates.plan.tail_rows(tail_lens)
-        return Candidates(candidates.blocks[rows], candidates.plan.tail(tail_lens))
+        return Candidates(blocks[rows], candidates.plan.tail(tail_lens))
 
     @torch.no_grad()
     def topk_prefill(self, inputs: PrefillIndexerInputs, out_positions: torch.Tensor) -> None:

@@ -23,7 +23,7 @@ from sparse_indexer.inputs import PrefillIndexerInputs
 from sparse_indexer.jit.kernel import all_kernels
 from sparse_indexer.lasting import LastingMemory, Ready
 from sparse_indexer.plan import PrefillPlan
-from sparse_indexer.protocol import Candidates, expect_call, expect_candidates
+from sparse_indexer.protocol import Candidates, expect_call, expect_candidates, expect_published
 from sparse_indexer.quad_scoring import MAX_HEADS, QuadKernels, score
 from sparse_indexer.quads import Quads, Tables, fill_tables, make_quads, plan_tables
 
@@ -113,16 +113,14 @@ class QuadIndexer:
     @torch.no_grad()
     def prefill_tail(self, candidates: Candidates, tail_lens: Sequence[int]) -> Candidates:
         """See `CandidateIndexer.prefill_tail`."""
-        if not isinstance(candidates, Candidates):
-            raise mismatch("candidates", "Candidates", candidates)
         slots = None
         if self._made(candidates):
             candidates.wait()  # before the plan is read, too
             source, slots = candidates.tables.blocks.flatten(0, 1), candidates.quads.slots
         else:
-            source = candidates.blocks
+            source = expect_published(candidates, self.device)
         rows = candidates.plan.tail_rows(tail_lens)
-        plan = candidates.plan.of_rows(rows, list(tail_lens))
+        plan = candidates.plan.of_rows(rows, tail_lens)
         if slots is not None:
             rows = slots[rows].long()
         with self._lasting():

@@ -17,7 +17,7 @@ import torch
 from sparse_indexer.deep_gemm_api import EMULATED, MAX_BLOCKS, DeepGemm, aligned, queries_of
 from sparse_indexer.dense_tiles import DenseTile, dense_tiles, unread_logits
 from sparse_indexer.devices import resolve_device
-from sparse_indexer.errors import BackendUnavailable, expect_int, expect_tensor, mismatch
+from sparse_indexer.errors import BackendUnavailable, expect_int, mismatch
 from sparse_indexer.formats import INT32_MAX
 from sparse_indexer.index_k import IndexKPool
 from sparse_indexer.inputs import BLOCK_SIZE, PrefillIndexerInputs
@@ -31,7 +31,7 @@ from sparse_indexer.pair_candidates import (
     scheduled_tiles,
 )
 from sparse_indexer.plan import PrefillPlan
-from sparse_indexer.protocol import Candidates, expect_call, expect_candidates
+from sparse_indexer.protocol import Candidates, expect_call, expect_candidates, expect_published
 from sparse_indexer.row_ops import row_ops
 
 _COLUMNS = f"a multiple of 4 of at most {MAX_BLOCKS}"
@@ -89,7 +89,7 @@ class Sm100Indexer:
             raise BackendUnavailable(f"sm100: needs a GPU, the device is a CPU: use {EMULATED}")
         self.topk = expect_int("topk", topk, 0, 1 << 15)
         self.topk_blocks = expect_int("topk_blocks", topk_blocks, 1, MAX_BLOCKS)
-        if topk_blocks % 4:
+        if self.topk_blocks % 4:
             raise mismatch("topk_blocks", _COLUMNS, f"{topk_blocks}")
         self.memory_budget = expect_int("memory_budget", memory_budget, 1)
         self._deep_gemm = DeepGemm(deep_gemm)
@@ -177,13 +177,10 @@ class Sm100Indexer:
     @torch.no_grad()
     def prefill_tail(self, candidates: Candidates, tail_lens: Sequence[int]) -> Candidates:
         """See `CandidateIndexer.prefill_tail`. A schedule cannot be sliced: it is made anew."""
-        if not isinstance(candidates, Candidates):
-            raise mismatch("candidates", "Candidates", candidates)
-        source = candidates.blocks  # and wait, before the plan is read
-        expect_tensor("candidates.blocks", source, ("rows", "n"), (torch.int32,), self.device)
+        source = expect_published(candidates, self.device)  # and wait, before the plan is read
         _expect_columns(source)
         rows = candidates.plan.tail_rows(tail_lens)
-        plan = candidates.plan.of_rows(rows, list(tail_lens))
+        plan = candidates.plan.of_rows(rows, tail_lens)
         table = self._empty_table(plan.num_rows, source.shape[1])
         torch.index_select(source, 0, rows, out=table)
         held = candidates.schedules if isinstance(candidates, PairCandidates) else None

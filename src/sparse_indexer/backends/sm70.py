@@ -15,6 +15,9 @@ class Sm70Indexer(QuadIndexer):
     both are float16, of bf16 with a scale a position and a query. At most 64 heads. It runs on
     newer GPUs, too, if made by name of its class.
 
+    Heads are padded with zeros to 32 or 64, and ReLU is x + |x|: infinite keys, or products that
+    overflow float32, may give NaN where the formula gives an infinity or 0.
+
     Args:
         device: a CUDA device.
         topk: positions a row selects.

@@ -13,6 +13,9 @@ class Sm90Indexer(QuadIndexer):
     fp8 and fp4 keys and queries are scored in e4m3, exactly what they store (`index_k` says when
     fp4 is rounded); if one of them is fp16 or bf16, both are scored in halves. At most 64 heads.
 
+    Heads are padded with zeros to 32 or 64, and ReLU is x + |x|: infinite keys, or products that
+    overflow float32, may give NaN where the formula gives an infinity or 0.
+
     Args:
         device: a CUDA device.
         topk: positions a row selects.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import struct
 import subprocess
 import sys
 import tempfile
@@ -115,12 +116,22 @@ def _run_nvrtc(unit: str, name: str, flags: tuple[str, ...], *, ptx: bool) -> Bu
         return Built(b"", f"error: CuPy cannot use NVRTC: {error}")
     try:
         nvrtc.compileProgram(program, flags)
-        get = nvrtc.getPTX if ptx else nvrtc.getCUBIN
-        return Built(get(program), _log_of(nvrtc, program))
+        data = nvrtc.getPTX(program) if ptx else _whole(nvrtc.getCUBIN(program))
+        return Built(data, _log_of(nvrtc, program))
     except nvrtc.NVRTCError as error:
         return Built(b"", _log_of(nvrtc, program) or f"error: {error}")
     finally:
         nvrtc.destroyProgram(program)
+
+
+def _whole(cubin: bytes) -> bytes:
+    """The ELF with its last byte, which CuPy takes for the zero at the end of a text.
+
+    It ends with a table of headers, whose last field, an alignment or size, has a zero there.
+    """
+    programs, sections = struct.unpack_from("<QQ", cubin, 32)
+    size_p, count_p, size_s, count_s = struct.unpack_from("<4H", cubin, 54)
+    return cubin.ljust(max(programs + size_p * count_p, sections + size_s * count_s), b"\0")
 
 
 def _log_of(nvrtc: Any, program: Any) -> str:

@@ -28,9 +28,9 @@ from sparse_indexer.jit.places import (
     SCHEMA,
     STAGING,
     Workspace,
+    fallback_root,
     roots,
     sweep,
-    temporary_root,
 )
 from sparse_indexer.jit.resources import Resources
 
@@ -144,17 +144,17 @@ def publish(
 
 
 def clear() -> list[Path]:
-    """Remove everything from the writable root and the temporary one; the roots that had any.
+    """Remove everything from the writable root, or the one in its place; the roots that had any.
 
     Only what is being made stays, in staging folders that builders may still use.
     """
-    found = (roots()[0], temporary_root(make=False))
+    found = (roots()[0], fallback_root())
     folders = [root / SCHEMA for root in found if root and (root / SCHEMA).is_dir()]
     for folder in folders:
         for path in folder.iterdir():
             if path.name == STAGING:
                 sweep(path)
-            elif path.is_dir():
+            elif path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
                 path.unlink()

@@ -21,10 +21,10 @@ from sparse_indexer.jit.parallel import max_jobs
 from sparse_indexer.jit.places import (
     SCHEMA,
     absolute,
+    fallback_root,
     make_staging,
     read_only_note,
     roots,
-    temporary_root,
     variable,
     workspace,
 )
@@ -78,16 +78,9 @@ def compile_kernels(
         ValueError: an argument is not what it should be.
         JitError: a process that compiled was killed.
     """
-    if not isinstance(arch, str):
-        raise mismatch("arch", "a str of compute capabilities", describe(arch))
-    compiler = find_device_compiler().found
-    version = compiler.version if compiler else (12, 9)
-    wanted = [parse_arch(one, version) for one in arch.split(",") if one.strip()]
-    wanted = list(dict.fromkeys(wanted))
-    if not wanted:
-        raise mismatch("arch", "compute capabilities like 8.0,9.0a,12.0f", repr(arch))
+    wanted = _architectures(arch)
     if jobs is not None:
-        expect_int("jobs", jobs, 1)
+        jobs = expect_int("jobs", jobs, 1)
     # What was loaded stays here, when a worker gets a kernel.
     kernels = [replace(kernel) for kernel in dict.fromkeys(expect_kernels(kernels))]
     if out is None:
@@ -139,7 +132,24 @@ def compile_command(
         )
     if not outcomes:
         raise mismatch("arch", "compute capabilities that a kernel is for", repr(arch))
-    return print_outcomes(console, outcomes)
+    status = print_outcomes(console, outcomes)
+    for capability, target in _architectures(arch):
+        others = ", ".join(name for name in chosen if not known[name].is_for(capability))
+        if others:
+            console.print(f"not for {target}: {others}", style="dim", soft_wrap=True)
+    return status
+
+
+def _architectures(arch: str) -> list[tuple[tuple[int, int], str]]:
+    """(compute capability, target) of each."""
+    if not isinstance(arch, str):
+        raise mismatch("arch", "a str of compute capabilities", describe(arch))
+    compiler = find_device_compiler().found
+    version = compiler.version if compiler else (12, 9)
+    wanted = [parse_arch(one, version) for one in arch.split(",") if one.strip()]
+    if not wanted:
+        raise mismatch("arch", "compute capabilities like 8.0,9.0a,12.0f", repr(arch))
+    return list(dict.fromkeys(wanted))
 
 
 def print_outcomes(console: Console, outcomes: Sequence[Outcome]) -> int:
@@ -183,7 +193,7 @@ def cache_command(console: Console, *, clear: bool) -> int:
     notes = {writable: ""}
     for root in read_only:
         notes.setdefault(root, f", {read_only_note(root)}")
-    fallback = temporary_root(make=False)
+    fallback = fallback_root()
     if fallback and (fallback / SCHEMA).exists():
         notes.setdefault(fallback, ", used where the first cannot be written")
     for root, note in notes.items():

@@ -37,12 +37,14 @@ def report() -> list[tuple[str, str]]:
     writable, read_only = roots()
     with workspace() as place:
         lines.append(("cache", place.fault or str(writable)))
-    lines += [("cache", f"{root}, {read_only_note(root)}") for root in read_only]
-    good = not place.fault and {read_only_note(root) for root in read_only} <= {"read-only"}
+    notes = {root: read_only_note(root) for root in read_only}
+    lines += [("cache", f"{root}, {note}") for root, note in notes.items()]
+    faults = [place.fault] if place.fault else []
+    faults += [f"{root} is {note}" for root, note in notes.items() if note != "read-only"]
     for name, value in sorted(os.environ.items()):
         if name.startswith("SPARSE_INDEXER_") and value:
-            fault = "" if name == _FOLDERS and good else _fault(name, value)
-            lines.append(("set", f"{name}={value}{fault}"))
+            fault = "; ".join(faults) if name == _FOLDERS else _fault(name, value)
+            lines.append(("set", f"{name}={value}{fault and ': '}{fault}"))
         elif name in HOMES and value and not is_program(Path(value) / "bin/nvcc"):
             lines.append(("set", f"{name}={value}: expected a toolkit, with bin/nvcc"))
     lines.append(("compilers", f"at most {max_jobs()} at once, for cores and memory"))
@@ -63,11 +65,9 @@ def _describe(search: Search) -> str:
 
 def _fault(name: str, value: str) -> str:
     """What was expected of a variable of ours, if not this."""
-    if name == _FOLDERS:
-        return f": expected a folder to write, then any to read, each after {os.pathsep!r}"
     if name not in VALUES:
-        return f": expected one of the names {', '.join((_FOLDERS, *VALUES))}"
-    return "" if value in VALUES[name] else f": expected {' or '.join(map(repr, VALUES[name]))}"
+        return f"expected one of the names {', '.join((_FOLDERS, *VALUES))}"
+    return "" if value in VALUES[name] else f"expected {' or '.join(map(repr, VALUES[name]))}"
 
 
 def _nvcc_lines(search: Search) -> list[tuple[str, str]]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import re
 
+from sparse_indexer.jit.compilers import find_nvrtc
 from sparse_indexer.jit.places import OTHER_FOLDER
+from sparse_indexer.jit.settings import setting
 
 NO_DEVICE_COMPILER = (
     "pip install 'sparse-indexer[cuda12]' (or [cuda13], for torch built with CUDA 13); "
@@ -68,6 +70,9 @@ def _architecture_hint(target: str, compiler: tuple[int, int]) -> str:
     version = f"CUDA {compiler[0]}.{compiler[1]}"
     number = int(re.sub(r"\D", "", target) or 0)
     if number < 75 and compiler >= (13, 0):
+        nvrtc = find_nvrtc().found
+        if setting("SPARSE_INDEXER_COMPILER") == "nvcc" and nvrtc and nvrtc.version < (13, 0):
+            return f"{version} has dropped {target}: unset SPARSE_INDEXER_COMPILER, to take NVRTC"
         return (
             f"{version} has dropped {target}: install the CUDA 12 compiler, "
             "pip uninstall cupy-cuda13x nvidia-cuda-nvrtc && pip install 'sparse-indexer[cuda12]'"

@@ -62,11 +62,17 @@ def read_only_note(root: Path) -> str:
 def all_roots() -> list[Path]:
     """Where to look, in this order; in the temporary root if the first cannot be written."""
     writable, read_only = roots()
+    fallback = fallback_root()
+    return [writable, *read_only, *([fallback] if fallback else [])]
+
+
+def fallback_root() -> Path | None:
+    """The temporary root, if it is there and the first root cannot be written."""
+    writable = roots()[0]
     there = next(folder for folder in (writable, *writable.parents) if os.path.lexists(folder))
     good = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
     good = good and shutil.disk_usage(there).free > _ROOM
-    fallback = None if good else temporary_root(make=False)
-    return [writable, *read_only, *([fallback] if fallback else [])]
+    return None if good else temporary_root(make=False)
 
 
 @contextmanager

@@ -40,11 +40,14 @@ def sparse_softmax(
     Float32 throughout, rounded once at the end. Whatever lies in unused entries takes no part, and
     they get 0; NaN and infinities of used ones give what the formula gives, so that a row whose
     used logits are all -inf is NaN without a sink. The bits of a row are those of k and its own
-    entries, whatever else the call holds.
+    entries, but for a sum's last bits: entries are taken 4 at a time if k is a multiple of 4 and
+    all rows of the call, of every tensor, are at multiples of 4 elements (of one row only its
+    address counts, so alone it may be where among others it is not), else one at a time, summed in
+    another order.
 
     Args:
         logits: `[rows, heads, k]` float32, any strides of rows and heads. Read once for k up to
-            2560, else twice.
+            2560, twice beyond that and if entries are taken one at a time.
         positions: `[rows, k]` int32, any row stride: entries that are negative or at least
             `num_slots` are unused.
         num_slots: of the pool.

@@ -46,7 +46,8 @@ def topk(
             fully written.
         rows: `[key rows]` int32: the row of `out` and `request_of_row` that row i of the others
             stands for, each named at most once; -1: none, nothing is written. Default: row i.
-        per_column: 1, or 8 if columns are block keys and `lens` counts positions.
+        per_column: of `lens`, what a column stands for, 1 to 8: 8 if columns are block keys and
+            `lens` counts positions.
         force_last: the last column that counts is selected whatever the keys are.
         unused: int32, written past a row's count: `INT32_MAX` in lists of blocks.
         blocks: `[key rows, width / 8]` int32, ascending, with `per_column` 1: column j stands for
@@ -59,7 +60,7 @@ def topk(
         request_starts: `[requests]` int32: added to the positions of a request.
         page_table: `[requests, max_pages]` int32: positions become pool slots,
             `page_table[request, position // page_size] * page_size + position % page_size`.
-        page_size: positions a page, with `page_table`.
+        page_size: positions a page, at least 8, with `page_table`.
     """
     try:
         load(KERNEL, keys.device).topk(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from sparse_indexer.devices import no_autocast
 from sparse_indexer.formats import dequantize_fp4
 from sparse_indexer.inputs import IndexQ
 from sparse_indexer.torch_ops.dots import Sliced, dots
@@ -47,7 +48,8 @@ def logits(
         some = slice(first, first + group)
         queries, weights = _widen(index_q, head_weights, rows, some, keys.dtype)
         flat = queries.flatten(0, 1)
-        products = flat @ keys.t() if sliced is None else dots(Sliced(flat), sliced)
+        with no_autocast(keys.device):
+            products = flat @ keys.t() if sliced is None else dots(Sliced(flat), sliced)
         for head, weight in zip(products.relu_().view(-1, *total.shape), weights, strict=True):
             total += head.mul_(weight[:, None])
     return total.mul_(k_scales).to(torch.float32)

@@ -30,6 +30,10 @@ void aligned(TensorView x) {
   Match("x").shape({rows, columns}).last_dim_contiguous().aligned(16).check(x);
 }
 
+bool rows_aligned_16(TensorView x) {
+  return rows_aligned(x, 16);
+}
+
 void scalar(int64_t topk) {
   expect_int("topk", topk, 1, 2048);
 }
@@ -51,6 +55,7 @@ SPARSE_INDEXER_EXPORT(shapes);
 SPARSE_INDEXER_EXPORT(last_dim_contiguous);
 SPARSE_INDEXER_EXPORT(contiguous);
 SPARSE_INDEXER_EXPORT(aligned);
+SPARSE_INDEXER_EXPORT(rows_aligned_16);
 SPARSE_INDEXER_EXPORT(scalar);
 SPARSE_INDEXER_EXPORT(optional);
 SPARSE_INDEXER_EXPORT(first);

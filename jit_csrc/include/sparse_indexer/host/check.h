@@ -8,13 +8,14 @@
 //
 // The first tensor that names a Size or the Device binds it, later ones must agree. A mismatch is a
 // ValueError, `lens: expected [37] int32 on cuda:0, got [36] int32 on cuda:0`. Zero is a legal
-// size.
+// size. Elements are at multiples of their own size.
 #pragma once
 
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/dtype.h>
 #include <tvm/ffi/error.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <initializer_list>
 #include <string>
@@ -42,8 +43,10 @@ T* data(const TensorView& tensor) {
 }
 
 // Whether every row (all but the last dimension) begins at a multiple of `bytes`: what
-// Match::aligned insists on, for kernels that have a slower way, too.
+// Match::aligned insists on, for kernels that have a slower way, too. The stride of a dimension of
+// one is not known: DLPack has a 1 there.
 inline bool rows_aligned(const TensorView& tensor, int64_t bytes) {
+  if (tensor.numel() == 0) return true;
   bool fits = reinterpret_cast<uintptr_t>(data<void>(tensor)) % bytes == 0;
   for (int i = 0; i < tensor.ndim() - 1; ++i) {
     fits &= tensor.shape()[i] == 1 || tensor.stride(i) * tensor.dtype().bits / 8 % bytes == 0;
@@ -155,7 +158,7 @@ class Match {
       bad_argument(argument_, "a tensor with memory", "a null pointer");
     }
     if (device_ != nullptr) device_->ordinal_ = tensor.device().device_id;
-    if (last_contiguous_ || contiguous_ || alignment_ > 1) check_layout(tensor);
+    check_layout(tensor);
   }
 
  private:
@@ -183,6 +186,7 @@ class Match {
   void check_layout(const TensorView& tensor) const {
     if (tensor.numel() == 0) return;
     const auto strides = tensor.strides();
+    const int64_t alignment = std::max<int64_t>(alignment_, tensor.dtype().bits / 8);
     int64_t dense = 1;
     for (int i = ndim_ - 1; i >= 0; --i) {
       const int64_t size = tensor.shape()[i];
@@ -194,15 +198,15 @@ class Match {
         bad_argument(argument_, "a contiguous last dimension", "strides " + list(strides));
       }
       dense *= size;
-      if (i < ndim_ - 1 && strides[i] * tensor.dtype().bits / 8 % alignment_ != 0) {
-        bad_argument(argument_, "rows at multiples of " + std::to_string(alignment_) + " bytes",
+      if (i < ndim_ - 1 && strides[i] * tensor.dtype().bits / 8 % alignment != 0) {
+        bad_argument(argument_, "rows at multiples of " + std::to_string(alignment) + " bytes",
                      "strides " + list(strides));
       }
     }
     const auto address = reinterpret_cast<uintptr_t>(data<void>(tensor));
-    if (address % static_cast<uintptr_t>(alignment_) != 0) {
-      bad_argument(argument_, "an address that is a multiple of " + std::to_string(alignment_),
-                   "one that is " + std::to_string(address % alignment_) + " past it");
+    if (address % static_cast<uintptr_t>(alignment) != 0) {
+      bad_argument(argument_, "an address that is a multiple of " + std::to_string(alignment),
+                   "one that is " + std::to_string(address % alignment) + " past it");
     }
   }
 

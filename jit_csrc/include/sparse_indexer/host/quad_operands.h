@@ -19,11 +19,16 @@ struct QuadOperands {
 
   void check(const TensorView& keys, const TensorView& queries, const TensorView& weights,
              const TensorView& quad_first, Device& device) {
-    element = same(keys.dtype(), uint8) ? 0 : same(keys.dtype(), float16) ? 1 : 2;
+    const DLDataType stored = keys.dtype();
+    if (!same(stored, uint8) && !same(stored, float16) && !same(stored, bfloat16)) {
+      bad_argument("keys", "[blocks, 1152] uint8 or [blocks, 1088] float16 or bfloat16",
+                   std::string(tvm::ffi::DLDataTypeToString(stored)));
+    }
+    element = same(stored, uint8) ? 0 : same(stored, float16) ? 1 : 2;
     key_bytes = element == 0 ? 128 : 256;
     Match("keys")
         .shape({blocks, packed_keys::block_bytes(key_bytes) / (element == 0 ? 1 : 2)})
-        .dtype(uint8, float16, bfloat16)
+        .dtype(stored)
         .on(device)
         .contiguous()
         .aligned(16)
