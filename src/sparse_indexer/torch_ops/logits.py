@@ -47,10 +47,7 @@ def logits(
         some = slice(first, first + group)
         queries, weights = _widen(index_q, head_weights, rows, some, keys.dtype)
         flat = queries.flatten(0, 1)
-        if sliced is None:
-            products = (flat @ keys.t()).relu_()
-        else:
-            products = relu_dots(Sliced(flat), sliced)
+        products = (flat @ keys.t()).relu_() if sliced is None else relu_dots(Sliced(flat), sliced)
         for head, weight in zip(products.view(-1, *total.shape), weights, strict=True):
             total += head.mul_(weight[:, None])
     return total.mul_(k_scales).to(torch.float32)
