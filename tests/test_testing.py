@@ -9,11 +9,18 @@ import torch
 
 from sparse_indexer.backends.mask import MaskIndexer
 from sparse_indexer.formats import FORMATS, INT32_MAX
-from sparse_indexer.inputs import IndexKPool, PrefillIndexerInputs, PrefillPlan, flat_index_k
+from sparse_indexer.inputs import (
+    IndexKPool,
+    IndexQ,
+    PrefillIndexerInputs,
+    PrefillPlan,
+    flat_index_k,
+)
 from sparse_indexer.planning import plan_prefill
 from sparse_indexer.protocol import Candidates
 from sparse_indexer.testing import (
     CASES,
+    CaseConfig,
     block_overlap,
     block_union,
     check,
@@ -30,6 +37,7 @@ from sparse_indexer.testing import (
     palette_keys,
     palette_queries,
     random_keys,
+    with_queries,
 )
 from sparse_indexer.testing.data import make_inputs
 from sparse_indexer.testing.turns import turns
@@ -544,3 +552,20 @@ def test_palettes_are_exact_in_any_order_of_summation() -> None:
         assert torch.equal(exact, single)
         assert exact.unique().numel() > 200
         assert isinstance(inputs.plan, PrefillPlan)
+
+
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"normal", "overlapping"}))
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_exact_cases_are_exact_in_any_order_of_heads(fmt: str, name: str) -> None:
+    case = CASES[name](CaseConfig(topk=8, topk_blocks=12, format=fmt))
+    assert case.exact
+    single = MaskIndexer("cpu", accumulate=torch.float32)
+    for inputs in (case.source, case.consumer):
+        exact = inputs.dense_scores()
+        q, heads = inputs.index_q, inputs.num_heads
+        for seed in range(2):
+            order = torch.randperm(heads, generator=torch.Generator().manual_seed(seed))
+            scales = None if q.scales is None else q.scales[:, order]
+            turned = IndexQ(q.values[:, order], scales)
+            got = single.dense_logits(with_queries(inputs, turned, inputs.head_weights[:, order]))
+            torch.testing.assert_close(got, exact, rtol=0, atol=0, equal_nan=True)
