@@ -2,18 +2,28 @@
 """The conformance kit itself: it reports a faulty backend, its data is what it says it is."""
 
 from collections.abc import Iterator
+from itertools import combinations, product
 
 import pytest
 import torch
 
 from sparse_indexer.backends.mask import MaskIndexer
-from sparse_indexer.formats import INT32_MAX
-from sparse_indexer.inputs import IndexKPool, PrefillIndexerInputs, PrefillPlan, flat_index_k
+from sparse_indexer.formats import FORMATS, INT32_MAX
+from sparse_indexer.inputs import (
+    IndexKPool,
+    IndexQ,
+    PrefillIndexerInputs,
+    PrefillPlan,
+    flat_index_k,
+)
 from sparse_indexer.planning import plan_prefill
 from sparse_indexer.protocol import Candidates
 from sparse_indexer.testing import (
+    CASES,
+    CaseConfig,
     block_overlap,
     block_union,
+    check,
     check_backend,
     equal_problem,
     hostile_pool,
@@ -27,8 +37,11 @@ from sparse_indexer.testing import (
     palette_keys,
     palette_queries,
     random_keys,
+    with_queries,
 )
 from sparse_indexer.testing.data import make_inputs
+from sparse_indexer.testing.turns import turns
+from sparse_indexer.torch_ops.topk import ordered
 
 
 class Faulty(MaskIndexer):
@@ -75,6 +88,50 @@ class RanksNaNHighest(Faulty):
             nan = values.isnan()
             ((_, order),) = [(s, o) for s, o in super()._ordered_logits(inputs, tile) if s == start]
             yield start, order.masked_fill(nan, 2**31 - 2)
+
+
+class RanksNegativeZeroLower(Faulty):
+    def _ordered_logits(self, inputs, tile):
+        for start, values in self._logits(inputs, tile):
+            yield start, ordered(values) - ((values == 0) & values.signbit()).to(torch.int32)
+
+
+class RanksNaNLowest(Faulty):
+    def _ordered_logits(self, inputs, tile):
+        for start, values in self._logits(inputs, tile):
+            yield start, ordered(values) - values.isnan().to(torch.int32)
+
+
+class IgnoresLowBits(Faulty):
+    """Of the keys that order the logits."""
+
+    bits = 6
+
+    def _ordered_logits(self, inputs, tile):
+        for start, order in super()._ordered_logits(inputs, tile):
+            yield start, order >> self.bits << self.bits
+
+
+class RefusesATailOfATail(Faulty):
+    def prefill_tail(self, candidates, tail_lens):
+        if isinstance(candidates, Tail):
+            raise ValueError("candidates: expected what was published, got a tail")
+        made = super().prefill_tail(candidates, tail_lens)
+        return Tail(made.blocks, made.plan)
+
+
+class Tail(Candidates):
+    pass
+
+
+class TakesATailOfATailFromTheFirst(Faulty):
+    def prefill_tail(self, candidates, tail_lens):
+        made = super().prefill_tail(candidates, tail_lens)
+        first = getattr(candidates, "first", candidates)
+        blocks = first.blocks[first.plan.tail_rows(tail_lens)]
+        tail = Candidates(blocks[: made.num_rows].clone(), made.plan)
+        tail.first = Candidates(first.blocks.flip(0), first.plan)
+        return tail
 
 
 class WritesPastItsRow(Faulty):
@@ -206,7 +263,7 @@ class Raises(Faulty):
 
 FAULTS = {
     ReusesItsBlocks: "edges",
-    KnowsOnePageSize: "future",
+    KnowsOnePageSize: "nans",
     RefusesEmptyBatches: "no_rows",
     TakesFloat32WeightsOnly: "bf16_weights",
     ScoresTheSourcesKeys: "own_keys",
@@ -215,6 +272,11 @@ FAULTS = {
     ForgetsTheNewestBlock: "old_newest",
     BreaksTiesUpwards: "equal_logits",
     RanksNaNHighest: "nans",
+    RanksNegativeZeroLower: "signed_zeros",
+    RanksNaNLowest: "nan_and_minus_infinity",
+    IgnoresLowBits: "close_logits",
+    RefusesATailOfATail: "edges",
+    TakesATailOfATailFromTheFirst: "edges",
     WritesPastItsRow: "edges",
     LeavesThePadding: "edges",
     SortsByLogit: "edges",
@@ -228,6 +290,9 @@ FAULTS = {
 }
 
 
+ORDER_FAULTS = (RanksNegativeZeroLower, RanksNaNLowest, IgnoresLowBits)
+
+
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_fault_is_reported_by_case_and_check(fault: type[Faulty]) -> None:
     report = check_backend(fault(), formats=["fp8"])
@@ -236,6 +301,118 @@ def test_a_fault_is_reported_by_case_and_check(fault: type[Faulty]) -> None:
     with pytest.raises(AssertionError, match=f"{len(report.failures)} of {report.checks} checks"):
         report.raise_if_failed()
     assert all(failure.problem for failure in report.failures)
+
+
+def only(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    monkeypatch.setattr(check, "CASES", {name: CASES[name] for name in names})
+
+
+@pytest.mark.parametrize("fault", ORDER_FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("sizes", [(8, 12), (1, 1), (64, 70), (100, 3), (512, 2048)])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_wrong_order_is_reported_by_every_selection(
+    fmt: str, sizes: tuple[int, int], fault: type[Faulty], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only(monkeypatch, FAULTS[fault])
+    topk, topk_blocks = sizes
+    indexer = fault()
+    indexer.topk, indexer.topk_blocks = sizes
+    report = check_backend(indexer, formats=[fmt], heads=[12])
+    want = {"topk: positions = oracle's"}
+    if topk_blocks > 1:  # not the newest alone
+        want.add("publish: blocks = oracle's")
+    if topk_blocks > 1 and topk < 8 * topk_blocks:  # not all of them
+        want.add("select: positions among its candidates = oracle's")
+    assert {failure.check for failure in report.failures} >= want
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (8, 12), (7, 11), (100, 3), (512, 2048)])
+@pytest.mark.parametrize("bits", range(1, 13))
+def test_any_ignored_bits_are_reported(
+    bits: int, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only(monkeypatch, "close_logits")
+    indexer = IgnoresLowBits()
+    indexer.bits = bits
+    indexer.topk, indexer.topk_blocks = sizes
+    found = {failure.check for failure in check_backend(indexer, formats=["fp8"]).failures}
+    assert "topk: positions = oracle's" in found
+    assert "publish: blocks = oracle's" in found or sizes[1] == 1
+
+
+@pytest.mark.parametrize("cases", [12, 18, 20, 24])
+@pytest.mark.parametrize("formats", [list(FORMATS)[:n] for n in (1, 2, 3, 4)], ids=len)
+def test_cases_meet_all_layouts_heads_and_page_sizes(formats: list[str], cases: int) -> None:
+    layouts, heads, sizes = ("planar", "interleaved", "flat"), (32, 64), (64, 8, 256)
+    names = [str(i) for i in range(cases)]
+    runs = list(turns(names, formats, layouts, heads, sizes))
+    assert runs == list(turns(names, formats, layouts, heads, sizes))
+    assert [run[:2] for run in runs] == [(name, form) for form in formats for name in names]
+    runs = [(*run[:4], None if run[2] == "flat" else run[4]) for run in runs]
+    pairs = {pair for run in runs for pair in combinations(run[1:], 2)}
+    paged = layouts[:2]
+    for left, right in (
+        (formats, layouts),
+        (formats, heads),
+        (formats, sizes),
+        (layouts, heads),
+        (paged, sizes),
+        (heads, sizes),
+    ):
+        assert pairs >= set(product(left, right))
+    for name in names:
+        met = [{run[i] for run in runs if run[0] == name} for i in (2, 3, 4)]
+        assert len(met[0]) == min(len(formats), 3)
+        assert len(met[1]) == min(len(formats), 2)
+        # Of three runs with three layouts one has no pages.
+        assert len(met[2] - {None}) >= min(len(formats) - ("flat" in met[0]), 3)
+
+
+def test_the_kit_runs_what_its_turns_say() -> None:
+    class Recorder(Faulty):
+        def publish_prefill(self, inputs, out_positions=None):
+            keys = inputs.index_k
+            paged = isinstance(keys, IndexKPool)
+            seen.add((keys.format, keys.layout, keys.page_size) if paged else (keys.format, "flat"))
+            seen.add((keys.format, inputs.num_heads))
+            raise RuntimeError("seen")
+
+    seen = set()
+    check_backend(Recorder(), formats=["fp8"], heads=[6, 7], page_sizes=[8, 24])
+    paged = set(product(["fp8"], ["planar", "interleaved"], [8, 24]))
+    assert seen == paged | {("fp8", "flat"), ("fp8", 6), ("fp8", 7)}
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"tolerance": float("nan")}, "tolerance: expected a finite number of at least 0, got nan"),
+        ({"tolerance": float("inf")}, "tolerance: expected a finite number of at least 0, got inf"),
+        ({"tolerance": -1e-6}, "tolerance: expected a finite number of at least 0, got -1e-06"),
+        ({"tolerance": None}, "tolerance: expected a number, got None"),
+        ({"tolerance": True}, "tolerance: expected a number, got True"),
+        (
+            {"indexer": None},
+            "indexer: expected a CandidateIndexer, with name, device, .*, got None",
+        ),
+        ({"indexer": MaskIndexer}, "indexer: expected a CandidateIndexer, with device, .*, got "),
+        ({"own_logits": 3}, "own_logits: expected a function or None, got 3"),
+        ({"heads": 32}, "heads: expected a sequence, got 32"),
+        ({"heads": None}, "heads: expected a sequence, got None"),
+        ({"heads": [32, 0]}, r"heads\[1\]: expected an int of at least 1, got 0"),
+        ({"heads": [32.0]}, r"heads\[0\]: expected an int, got 32.0"),
+        ({"page_sizes": 64}, "page_sizes: expected a sequence, got 64"),
+        ({"page_sizes": [12]}, r"page_sizes\[0\]: expected a multiple of 8, got 12"),
+        ({"formats": "fp8"}, "formats: expected a sequence, got 'fp8'"),
+        ({"formats": ["fp9"]}, r"formats\[0\]: expected 'fp4' or .* or 'bf16', got 'fp9'"),
+        ({"layouts": "flat"}, "layouts: expected a sequence, got 'flat'"),
+        ({"layouts": ["round"]}, r"layouts\[0\]: expected 'planar' or .*, got 'round'"),
+    ],
+)
+def test_bad_arguments_say_argument_expected_got(bad: dict, message: str) -> None:
+    arguments = {"indexer": Faulty()} | bad
+    with pytest.raises(ValueError, match=f"^{message}"):
+        check_backend(arguments.pop("indexer"), **arguments)
 
 
 @pytest.mark.parametrize("name", ["formats", "layouts", "heads", "page_sizes"])
@@ -377,3 +554,20 @@ def test_palettes_are_exact_in_any_order_of_summation() -> None:
         assert torch.equal(exact, single)
         assert exact.unique().numel() > 200
         assert isinstance(inputs.plan, PrefillPlan)
+
+
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"normal", "overlapping"}))
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_exact_cases_are_exact_in_any_order_of_heads(fmt: str, name: str) -> None:
+    case = CASES[name](CaseConfig(topk=8, topk_blocks=12, format=fmt))
+    assert case.exact
+    single = MaskIndexer("cpu", accumulate=torch.float32)
+    for inputs in (case.source, case.consumer):
+        exact = inputs.dense_scores()
+        q, heads = inputs.index_q, inputs.num_heads
+        for seed in range(2):
+            order = torch.randperm(heads, generator=torch.Generator().manual_seed(seed))
+            scales = None if q.scales is None else q.scales[:, order]
+            turned = IndexQ(q.values[:, order], scales)
+            got = single.dense_logits(with_queries(inputs, turned, inputs.head_weights[:, order]))
+            torch.testing.assert_close(got, exact, rtol=0, atol=0, equal_nan=True)

@@ -99,8 +99,9 @@ def make_candidate_indexer(
                 _log_choice(name, str(where))
             return indexer
         if backend != "auto":
-            emulated = f", or {EMULATED}" if (name, where.type) == ("sm100", "cpu") else ""
-            raise BackendUnavailable(f"{name}: {reason}{emulated}")
+            if make is not None and (name, where.type) == ("sm100", "cpu"):
+                reason = f"{reason}, or {EMULATED}"
+            raise BackendUnavailable(f"{name}: {reason}")
     raise AssertionError("mask runs everywhere")
 
 

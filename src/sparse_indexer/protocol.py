@@ -51,7 +51,7 @@ class CandidateIndexer(Protocol):
     """A sparse-attention indexer for prefill.
 
     All methods raise `ValueError` for a wrong shape, dtype, device or length; none of them reads
-    a device value back on the host, except those of the `mask` backend on a CPU.
+    a device value back on the host, except those of the `mask` backend on a CPU or in float64.
     """
 
     name: str

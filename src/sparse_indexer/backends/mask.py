@@ -47,8 +47,9 @@ class MaskIndexer:
         memory_budget: bytes of scratch beside inputs and outputs, at most.
         accumulate: `torch.float64` (default on a CPU): a logit is computed in fp64 from the exact
             dequantized operands and rounded to float32 once, so its bits depend on nothing but its
-            row and position. `torch.float32` (default elsewhere): faster, but a logit's last bits
-            may change with the shape of a call.
+            row and position; a GPU is waited for at each tile unless all is e4m3. `torch.float32`
+            (default elsewhere): faster, but a logit's last bits may change with the shape of a
+            call.
 
     Raises:
         ValueError: an option is out of range; from the methods also: the budget is below what one
@@ -153,9 +154,9 @@ class MaskIndexer:
     def workspace_bytes(self, rows: int, positions: int) -> int:
         """Scratch of one tile of `rows` x `positions`, in bytes; calls keep it in the budget."""
         size = self.accumulate.itemsize
-        widening = HEAD_DIM * (7 * size + 8)  # of a key, or of one head of a query, and slicing it
+        widening = HEAD_DIM * 9 * size  # of a key, or of one head of a query, and slicing it
         queries = max(rows, QUERIES_AT_ONCE)
-        scoring = queries * (2 * positions * size + widening) + positions * widening
+        scoring = queries * (4 * positions * size + widening) + positions * widening
         selecting = rows * (positions * (size + 48) + 64 * (self.topk + self.topk_blocks))
         return scoring + selecting
 

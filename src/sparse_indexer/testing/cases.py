@@ -8,12 +8,20 @@ from collections.abc import Callable, Sequence
 import msgspec
 import torch
 
-from sparse_indexer.formats import KeyFormat
-from sparse_indexer.inputs import BLOCK_SIZE, FlatIndexK, IndexQ, PrefillIndexerInputs, PrefillPlan
+from sparse_indexer.formats import HEAD_DIM, KeyFormat
+from sparse_indexer.inputs import (
+    BLOCK_SIZE,
+    FlatIndexK,
+    IndexQ,
+    PrefillIndexerInputs,
+    PrefillPlan,
+    flat_index_k,
+)
 from sparse_indexer.testing.data import (
     Layout,
     dictated,
     hostile_pool,
+    index_q,
     make_inputs,
     palette_keys,
     palette_queries,
@@ -96,10 +104,38 @@ def two_values(c: CaseConfig) -> Case:
 
 
 def close_logits(c: CaseConfig) -> Case:
-    """Logits that differ in the last bits of fp32, all distinct, all in one bin of a histogram."""
+    """Logits that differ in the last bit of fp32, all in one bin of a histogram.
+
+    They grow with the position, or with the block. Of two lengths, the worst that is selected has
+    a last bit of 1 in one, so it is the last bit that tells it from the best that is not, which
+    would win a tie. Whatever other bits are ignored, too, that pair is one of those that tie.
+    """
     width = min(c.long, 60_000)
-    rows = [[131072 + (n * step) % width for n in range(width)] for step in (7919, 104729)]
-    return _dictated(c, rows, [width, width - 5])
+    first = 1 << 23
+    rising = [first + n for n in range(width)]
+    one_a_block = [first + n // BLOCK_SIZE if n % BLOCK_SIZE == 3 else 0 for n in range(width)]
+    turned = [[first + n * step % width for n in range(width)] for step in (7919, 104729)]
+    rows = [rising, rising, one_a_block, one_a_block, *turned]
+    return _dictated(c, rows, [width, width - 1, width, width - BLOCK_SIZE, width, width - 5])
+
+
+def signed_zeros(c: CaseConfig) -> Case:
+    """-0.0 in the even blocks, +0.0 in the odd ones: equal, so the lowest positions win."""
+    lens = [c.topk + 2 * BLOCK_SIZE, c.full + 2 * BLOCK_SIZE, c.full + 100]
+    width = max(lens)
+    negative = (torch.arange(width, device=c.device) // BLOCK_SIZE) % 2 == 0
+    # A head's dot product is 1/4 or 0; a quarter of -2^-149 rounds to -0.0 whoever rounds it.
+    queries = torch.zeros(len(lens), c.heads, HEAD_DIM, device=c.device)
+    weights = torch.zeros(len(lens), c.heads, device=c.device)
+    elements = torch.zeros(width, HEAD_DIM, device=c.device)
+    queries[:, 0, 0] = 0.5
+    weights[:, 0] = -(2.0**-149)
+    elements[:, 0] = torch.where(negative, 0.5, 0.0)
+    keys = flat_index_k(elements, c.format)
+    if keys.scales is not None and c.format == "fp8":  # or by the scale of the key
+        keys = FlatIndexK(keys.values, torch.where(negative, -0.0, 0.0), "fp8")
+        weights = weights.ne(0).to(torch.float32)
+    return _single(c, index_q(queries, c.format), weights, keys, lens)
 
 
 def future(c: CaseConfig) -> Case:
@@ -132,6 +168,15 @@ def minus_infinity(c: CaseConfig) -> Case:
     ones = [[1] * max(lens)] * len(lens)
     queries, weights, keys = dictated(ones, c.format, heads=c.heads, device=c.device)
     infinite = torch.where(weights > 0, -torch.inf, weights)
+    return _single(c, queries, infinite, keys, lens)
+
+
+def nan_and_minus_infinity(c: CaseConfig) -> Case:
+    """NaN in the even blocks, -inf in the odd ones: equal, so the lowest positions win."""
+    lens = [c.topk + 2 * BLOCK_SIZE, c.full + 2 * BLOCK_SIZE, c.full + 100]
+    rows = [[n // BLOCK_SIZE % 2 for n in range(max(lens))]] * len(lens)
+    queries, weights, keys = dictated(rows, c.format, heads=c.heads, device=c.device)
+    infinite = torch.where(weights > 0, -torch.inf, weights)  # times 0: NaN
     return _single(c, queries, infinite, keys, lens)
 
 
@@ -228,10 +273,12 @@ CASES: dict[str, Callable[[CaseConfig], Case]] = {
         equal_logits,
         two_values,
         close_logits,
+        signed_zeros,
         future,
         old_newest,
         infinite_rivals,
         minus_infinity,
+        nan_and_minus_infinity,
         no_rows,
         bf16_weights,
         own_keys,

@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import product
+from collections.abc import Callable, Collection, Iterator, Sequence
+from inspect import get_annotations
+from numbers import Real
+from typing import TypeVar, get_args
 
 import msgspec
 import torch
 
 from sparse_indexer.backends.mask import MaskIndexer
-from sparse_indexer.errors import mismatch
+from sparse_indexer.errors import describe, expect_int, mismatch
 from sparse_indexer.formats import INT32_MAX, KeyFormat
 from sparse_indexer.inputs import BLOCK_SIZE, PrefillIndexerInputs
 from sparse_indexer.protocol import CandidateIndexer, Candidates
@@ -25,7 +27,9 @@ from sparse_indexer.testing.compare import (
 )
 from sparse_indexer.testing.data import Layout, tail_inputs
 from sparse_indexer.testing.oracle import oracle_publish, oracle_select
+from sparse_indexer.testing.turns import turns
 
+_T = TypeVar("_T")
 OwnLogits = Callable[[PrefillIndexerInputs], torch.Tensor]
 
 _POISON = 7
@@ -84,8 +88,8 @@ def check_backend(
     Args:
         indexer: what is checked; the cases are sized for its `topk` and `topk_blocks`.
         formats, layouts, heads, page_sizes: what it claims to support. Each case runs in every
-            format; the others take turns.
-        tolerance: relative to a row's largest |logit|; 0: equal there as well.
+            format; the others take turns, so that it meets as many of each as there are formats.
+        tolerance: relative to a row's largest |logit|, finite; 0: equal there as well.
         exact_cases: hold it to the last entry where logits are exact in fp32; `False`, for a
             backend that rounds them further (`sm100`: to bfloat16): within the tolerance.
         own_logits: the backend's logits, `[rows, max(context_lens)]` float32.
@@ -94,21 +98,21 @@ def check_backend(
         A report; `report.raise_if_failed()` in a test.
 
     Raises:
-        ValueError: one of the sequences is empty.
+        ValueError: an argument is not as above, or one of the sequences is empty.
     """
-    for name, values in (
-        ("formats", formats),
-        ("layouts", layouts),
-        ("heads", heads),
-        ("page_sizes", page_sizes),
-    ):
-        if not values:
-            raise mismatch(name, "at least one", "none")
+    _expect_arguments(indexer, tolerance, own_logits)
+    _expect_each("formats", formats, get_args(KeyFormat))
+    _expect_each("layouts", layouts, get_args(Layout))
+    for i, count in enumerate(_expect_each("heads", heads)):
+        expect_int(f"heads[{i}]", count, 1)
+    for i, size in enumerate(_expect_each("page_sizes", page_sizes)):
+        if expect_int(f"page_sizes[{i}]", size, 1) % BLOCK_SIZE:
+            raise mismatch(f"page_sizes[{i}]", f"a multiple of {BLOCK_SIZE}", str(size))
     checks = selecting = 0
     failures: list[Failure] = []
-    for turn, (form, name) in enumerate(product(formats, CASES)):
-        layout, count = layouts[turn % len(layouts)], heads[turn % len(heads)]
-        page_size = page_sizes[turn // len(layouts) % len(page_sizes)]
+    for name, form, layout, count, page_size in turns(
+        list(CASES), formats, layouts, heads, page_sizes
+    ):
         config = CaseConfig(
             topk=indexer.topk,
             topk_blocks=indexer.topk_blocks,
@@ -132,6 +136,35 @@ def check_backend(
             checks += 1
             failures.append(Failure(where, "runs", f"{type(error).__name__}: {error}"))
     return Report(indexer.name, checks, failures, selecting)
+
+
+def _expect_arguments(
+    indexer: CandidateIndexer, tolerance: float, own_logits: OwnLogits | None
+) -> None:
+    parts = [*get_annotations(CandidateIndexer), *vars(CandidateIndexer)]
+    missing = [part for part in parts if not part.startswith("_") and not hasattr(indexer, part)]
+    if missing:
+        raise mismatch(
+            "indexer", f"a CandidateIndexer, with {', '.join(missing)}", describe(indexer)
+        )
+    if isinstance(tolerance, bool) or not isinstance(tolerance, Real):
+        raise mismatch("tolerance", "a number", describe(tolerance))
+    if not 0 <= tolerance < float("inf"):
+        raise mismatch("tolerance", "a finite number of at least 0", str(tolerance))
+    if own_logits is not None and not callable(own_logits):
+        raise mismatch("own_logits", "a function or None", describe(own_logits))
+
+
+def _expect_each(name: str, values: Sequence[_T], known: Sequence[_T] = ()) -> Sequence[_T]:
+    """`values` if it is a sequence that is not empty, of `known` values, if any are given."""
+    if isinstance(values, str) or not isinstance(values, Collection):
+        raise mismatch(name, "a sequence", describe(values))
+    if not values:
+        raise mismatch(name, "at least one", "none")
+    for i, value in enumerate(values):
+        if known and value not in known:
+            raise mismatch(f"{name}[{i}]", " or ".join(map(repr, known)), describe(value))
+    return values
 
 
 class _Run:
@@ -249,8 +282,17 @@ class _Run:
         published = indexer.publish_prefill(tail_inputs(source, tail_lens), out)
         yield "tail = publish of the tail rows", equal_problem(published.blocks, want)
         yield "own positions of the tail rows", equal_problem(out, own[tail_rows])
-        indexer.select_prefill(tail, tail_inputs(consumer, tail_lens), out)
+        its_consumer = tail_inputs(consumer, tail_lens)
+        indexer.select_prefill(tail, its_consumer, out)
         yield "select of the tail = its rows", equal_problem(out, selected[tail_rows])
+
+        last_lens = [min(count, i % 2) for i, count in enumerate(tail_lens, start=1)]
+        last_rows = tail.plan.tail_rows(last_lens)
+        last = indexer.prefill_tail(tail, last_lens)
+        yield "tail of a tail = its rows", equal_problem(last.blocks, want[last_rows])
+        last_out = torch.full_like(out[last_rows], _POISON)
+        indexer.select_prefill(last, tail_inputs(its_consumer, last_lens), last_out)
+        yield "select of a tail's tail = its rows", equal_problem(last_out, out[last_rows])
 
     def _against_own_logits(
         self, candidates: Candidates, selected: torch.Tensor, full: torch.Tensor

@@ -8,7 +8,7 @@ import torch
 from sparse_indexer.devices import no_autocast
 from sparse_indexer.formats import dequantize_fp4
 from sparse_indexer.inputs import IndexQ
-from sparse_indexer.torch_ops.dots import Sliced, dots
+from sparse_indexer.torch_ops.dots import Sliced, relu_dots
 
 QUERIES_AT_ONCE = 128
 """Queries (rows x heads) multiplied at once, unless one head of the tile has more: with the 1024
@@ -28,7 +28,7 @@ def logits(
 
     The heads are summed one after the other by separate multiplications and additions, so that a
     logit does not depend on the shape of its tile. In float64 its dot products do not either: those
-    of stored e4m3 values are exact, the others come from `dots`.
+    of stored e4m3 values are exact, the others are rounded once.
 
     Args:
         rows: `[n]` int64: which rows of `index_q` and `head_weights`.
@@ -49,8 +49,10 @@ def logits(
         queries, weights = _widen(index_q, head_weights, rows, some, keys.dtype)
         flat = queries.flatten(0, 1)
         with no_autocast(keys.device):
-            products = flat @ keys.t() if sliced is None else dots(Sliced(flat), sliced)
-        for head, weight in zip(products.relu_().view(-1, *total.shape), weights, strict=True):
+            products = (
+                (flat @ keys.t()).relu_() if sliced is None else relu_dots(Sliced(flat), sliced)
+            )
+        for head, weight in zip(products.view(-1, *total.shape), weights, strict=True):
             total += head.mul_(weight[:, None])
     return total.mul_(k_scales).to(torch.float32)
 
