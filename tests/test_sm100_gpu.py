@@ -481,6 +481,6 @@ def test_reserved_memory_is_bounded_over_growing_chunks() -> None:
     for _ in range(2):
         prefill.run(indexer, [4096 * chunk for chunk in range(1, 65)])
         reserved.append(torch.cuda.memory_reserved())
-    tables = 4096 * 2048 * (4 + 9)
-    assert reserved[0] - before < 3 * 256 * MiB + 2 * tables
+    alive = 256 * MiB + 2 * 4096 * 2048 * (4 + 9)  # at once; torch keeps what was too small
+    assert reserved[0] - before < 3 * alive
     assert reserved[1] <= 1.05 * reserved[0]

@@ -35,8 +35,7 @@ void dense_block_keys(TensorView keys, TensorView queries, TensorView weights, T
     bad_argument("out", "a width that is a multiple of " + std::to_string(config::kUnitBlocks),
                  std::to_string(width));
   }
-  expect_int("keys blocks", operands.blocks, config::kUnitBlocks,
-             INT32_MAX - 8 * config::kUnitBlocks);
+  expect_int("keys blocks", operands.blocks, 0, INT32_MAX - 8 * config::kUnitBlocks);
   expect_int("out width", width, 0, INT32_MAX - config::kUnitBlocks);
 
   DenseBlockKeysParams params{};

@@ -101,11 +101,12 @@ def check_backend(
         ValueError: an argument is not as above, or one of the sequences is empty.
     """
     _expect_arguments(indexer, tolerance, own_logits)
-    _expect_each("formats", formats, get_args(KeyFormat))
-    _expect_each("layouts", layouts, get_args(Layout))
-    for i, count in enumerate(_expect_each("heads", heads)):
+    formats = _expect_each("formats", formats, get_args(KeyFormat))
+    layouts = _expect_each("layouts", layouts, get_args(Layout))
+    heads, page_sizes = _expect_each("heads", heads), _expect_each("page_sizes", page_sizes)
+    for i, count in enumerate(heads):
         expect_int(f"heads[{i}]", count, 1)
-    for i, size in enumerate(_expect_each("page_sizes", page_sizes)):
+    for i, size in enumerate(page_sizes):
         if expect_int(f"page_sizes[{i}]", size, 1) % BLOCK_SIZE:
             raise mismatch(f"page_sizes[{i}]", f"a multiple of {BLOCK_SIZE}", str(size))
     checks = selecting = 0
@@ -155,8 +156,8 @@ def _expect_arguments(
         raise mismatch("own_logits", "a function or None", describe(own_logits))
 
 
-def _expect_each(name: str, values: Sequence[_T], known: Sequence[_T] = ()) -> Sequence[_T]:
-    """`values` if it is a sequence that is not empty, of `known` values, if any are given."""
+def _expect_each(name: str, values: Sequence[_T], known: Sequence[_T] = ()) -> tuple[_T, ...]:
+    """`values` if there are any, all of them `known` if some are given; in their order."""
     if isinstance(values, str) or not isinstance(values, Collection):
         raise mismatch(name, "a sequence", describe(values))
     if not values:
@@ -164,7 +165,7 @@ def _expect_each(name: str, values: Sequence[_T], known: Sequence[_T] = ()) -> S
     for i, value in enumerate(values):
         if known and value not in known:
             raise mismatch(f"{name}[{i}]", " or ".join(map(repr, known)), describe(value))
-    return values
+    return tuple(values)
 
 
 class _Run:
