@@ -263,23 +263,26 @@ class DeepGemm:
 
         Sums of more than 32 heads are added up in bfloat16.
         """
+        assert queries.scales is not None
+        rows, heads = queries.scales.shape
+        weights = aligned(queries.weights.to(torch.bfloat16))
+        parts = [(queries.values, queries.scales, weights)]
+        if heads > CANDIDATE_HEADS:
+            shape = (rows, heads // CANDIDATE_HEADS, CANDIDATE_HEADS)
+            values = queries.values.view(*shape, -1).transpose(0, 1).contiguous()
+            scales = queries.scales.view(shape).transpose(0, 1).contiguous()
+            parts = list(zip(values, scales, weights.chunk(shape[1], 1), strict=True))
         pages, size = pool.pages, pool.page_size
         stride = pages.stride(0) if pool.num_pages > 1 else 512 * size  # of one page: of none
         kv = pages.as_strided(
             (pages.shape[0], size, 1, _FP4_BYTES), (stride, _FP4_BYTES, _FP4_BYTES, 1)
         )
-        assert queries.scales is not None
-        rows, heads = queries.scales.shape
-        shape = (rows, heads // CANDIDATE_HEADS, 1, CANDIDATE_HEADS)
-        values = queries.values.view(*shape, -1).transpose(0, 1).contiguous()
-        scales = queries.scales.view(shape).transpose(0, 1).contiguous()
-        weights = aligned(queries.weights.to(torch.bfloat16))
         total: torch.Tensor | None = None
         with _device_of(metadata):
-            for part in range(shape[1]):
-                some = slice(part * CANDIDATE_HEADS, (part + 1) * CANDIDATE_HEADS)
+            for values, scales, weights in parts:
+                q = (values.unsqueeze(1), scales.unsqueeze(1))
                 logits: torch.Tensor = self._module.fp8_fp4_paged_sparse_mqa_logits(
-                    (values[part], scales[part]), kv, weights[:, some], metadata, n, BLOCK_SIZE
+                    q, kv, weights, metadata, n, BLOCK_SIZE
                 )
                 total = logits if total is None else total.add_(logits)
         assert total is not None
