@@ -356,7 +356,7 @@ def test_demo_is_quick_as_a_program() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--device", "meta"), "--device: expected cpu or cuda, got meta"),
+        (("--device", "meta"), "--device: expected a device that has values, got meta"),
         (("--topk", "100000000000"), "--topk: expected an int of 1 to 16384, got 100000000000"),
         (("--topk-blocks", "17000"), "--topk-blocks: expected an int of 1 to 16384, got 17000"),
         (("--plot", "x.jpg"), "--plot: expected a .png file, got x.jpg"),
