@@ -96,11 +96,15 @@ struct FusedScoring {
   };
 
   // Scores tiles first ... stop - 1 for the rows of a CTA; this warp's is `slot`, four slots a
-  // quad. `tiles` knows them:
+  // quad. `tiles` knows them.
+  //
   //   enter(tile)         called before a tile is scored, tile after tile
-  //   block(tile, j)      packed block j of a tile: the first, the one entered last, or the next
-  //   one wants(tile, j)      whether this warp's row needs it; the same in all lanes write(tile,
-  //   logit)  called by a row's first warp: lane l has position l of the tile
+  //
+  //   block(tile, j)      packed block j of the first tile, the one entered last, or the next
+  //
+  //   wants(tile, j)      whether this warp's row needs it; the same in all lanes
+  //
+  //   write(tile, logit)  called by a row's first warp: lane l has position l of the tile
   template <typename P, typename Tiles>
   static __device__ __forceinline__ void score(const P& p, Shared& s, int64_t slot, Tiles& tiles,
                                                int first, int stop) {
