@@ -1,11 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """What tests on a GPU share."""
 
+import gc
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+
+from sparse_indexer import CandidateIndexer, PrefillIndexerInputs
+from sparse_indexer.testing.data import tail_inputs
+
+Layers = tuple[PrefillIndexerInputs, PrefillIndexerInputs]  # a source and a consumer
 
 
 @contextmanager
@@ -18,3 +26,88 @@ def no_synchronization() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def late(milliseconds: int) -> None:
+    """Keeps the current stream busy, at some 2 GHz."""
+    torch.cuda._sleep(milliseconds * 2_000_000)
+
+
+def poisoned(rows: int, columns: int) -> torch.Tensor:
+    return torch.full((rows, columns), 7, dtype=torch.int32, device="cuda:0")
+
+
+def check_select_on_another_stream(
+    indexer: CandidateIndexer, cases: Sequence[Layers], want: Sequence[Any], tail_lens: list[int]
+) -> None:
+    """Publish on one, select and cut on another; candidates may go as soon as the call is made.
+
+    `want` are the results of each case, with `selected` and `blocks`.
+    """
+    plan = cases[0][0].plan
+    outs = [poisoned(plan.num_rows, indexer.topk) for _ in range(12)]
+    tails = [poisoned(sum(tail_lens), indexer.topk_blocks) for _ in outs]
+    one, two = torch.cuda.Stream(), torch.cuda.Stream()
+    for stream in (one, two):
+        stream.wait_stream(torch.cuda.current_stream())
+    for i, (out, tail) in enumerate(zip(outs, tails, strict=True)):
+        source, consumer = cases[i % len(cases)]
+        with torch.cuda.stream(one):
+            late(5)
+            candidates = indexer.publish_prefill(source)
+        with torch.cuda.stream(two):  # falls behind: the next publish comes before this select
+            late(10)
+            indexer.select_prefill(candidates, consumer, out)
+            tail.copy_(indexer.prefill_tail(candidates, tail_lens).blocks)
+        del candidates  # its memory is the next publish's, but not before it has been read
+    for stream in (one, two):
+        torch.cuda.current_stream().wait_stream(stream)
+    tail_rows = plan.tail_rows(tail_lens)
+    for i, (out, tail) in enumerate(zip(outs, tails, strict=True)):
+        assert torch.equal(out, want[i % len(cases)].selected)
+        assert torch.equal(tail, want[i % len(cases)].blocks[tail_rows])
+
+
+def check_tail_on_another_stream(
+    indexer: CandidateIndexer, case: Layers, want: Any, tail_lens: list[int], shorter: list[int]
+) -> None:
+    """All that a tail has is its own, its plan, too: it may go as soon as the calls are made."""
+    source, consumer = case
+    rows, of_tail = source.plan.tail_rows(tail_lens), tail_inputs(consumer, tail_lens)
+    outs = [poisoned(sum(tail_lens), indexer.topk) for _ in range(6)]
+    cuts = [poisoned(sum(shorter), indexer.topk_blocks) for _ in outs]
+    torch.cuda.synchronize()
+    one, two = torch.cuda.Stream(), torch.cuda.Stream()
+    for out, cut in zip(outs, cuts, strict=True):
+        with torch.cuda.stream(one):
+            late(5)
+            tail = indexer.prefill_tail(indexer.publish_prefill(source), tail_lens)
+        with torch.cuda.stream(two):
+            cut.copy_(indexer.prefill_tail(tail, shorter).blocks)
+            late(10)
+            indexer.select_prefill(tail, of_tail, out)
+        plan = tail.plan
+        shapes = [t.shape for t in (plan.compressed_lens, plan.request_of_row)]
+        del tail, plan
+        with torch.cuda.stream(one):  # what the tail's memory would hold next
+            junk = [
+                torch.zeros(shape, dtype=torch.int32, device=out.device) for shape in shapes * 8
+            ]
+        del junk
+    torch.cuda.synchronize()
+    for out, cut in zip(outs, cuts, strict=True):
+        assert torch.equal(out, want.selected[rows])
+        assert torch.equal(cut, want.blocks[source.plan.tail_rows(shorter)])
+
+
+def check_threads(run: Callable[[], Any], want: Any, same: Callable[[Any, Any], bool]) -> None:
+    """Eight threads run at once what gives `want`."""
+    with ThreadPoolExecutor(8) as threads:
+        got = list(threads.map(lambda _: run(), range(32)))
+    assert all(same(one, want) for one in got)
+
+
+def free_memory() -> None:
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()

@@ -4,11 +4,16 @@
 import gc
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from gpu_support import no_synchronization
+from gpu_support import (
+    check_select_on_another_stream,
+    check_tail_on_another_stream,
+    check_threads,
+    free_memory,
+    no_synchronization,
+)
 from sm90_support import (
     DEVICE,
     Layers,
@@ -24,7 +29,7 @@ from sm90_support import (
 
 from sparse_indexer import IndexQ, PrefillIndexerInputs, PrefillPlan, plan_prefill
 from sparse_indexer.inputs import IndexKPool, flat_index_k
-from sparse_indexer.testing import random_queries, tail_inputs, with_queries
+from sparse_indexer.testing import random_queries, with_queries
 
 pytestmark = [pytest.mark.gpu, needs_hopper]
 
@@ -105,68 +110,17 @@ def test_candidates_of_a_graph_are_readable_after_it() -> None:
     assert torch.equal(candidates.blocks, want.blocks)
 
 
-def late(milliseconds: int) -> None:
-    """Keeps the current stream busy, at some 2 GHz."""
-    torch.cuda._sleep(milliseconds * 2_000_000)
-
-
 def test_publish_on_one_stream_and_select_on_another() -> None:
-    """The caller need not synchronize, and candidates may go as soon as the call is made."""
+    """The caller need not synchronize."""
     cases = [layers(LENS, seed=seed) for seed in range(3)]
     indexer = sm90(**OPTIONS)
     want = [run(indexer, *both) for both in cases]
-    outs = [poisoned(cases[0].source, 64) for _ in range(12)]
-    tails = [torch.full((sum(TAIL), 100), 7, dtype=torch.int32, device=DEVICE) for _ in outs]
-    one, two = torch.cuda.Stream(), torch.cuda.Stream()
-    for stream in (one, two):
-        stream.wait_stream(torch.cuda.current_stream())
-    for i, (out, tail) in enumerate(zip(outs, tails, strict=True)):
-        source, consumer = cases[i % 3]
-        with torch.cuda.stream(one):
-            late(5)
-            candidates = indexer.publish_prefill(source)
-        with torch.cuda.stream(two):  # falls behind: the next publish comes before this select
-            late(10)
-            indexer.select_prefill(candidates, consumer, out)
-            tail.copy_(indexer.prefill_tail(candidates, TAIL).blocks)
-        del candidates  # its memory is the next publish's, but not before it has been read
-    for stream in (one, two):
-        torch.cuda.current_stream().wait_stream(stream)
-    tail_rows = cases[0].source.plan.tail_rows(TAIL)
-    for i, (out, tail) in enumerate(zip(outs, tails, strict=True)):
-        assert torch.equal(out, want[i % 3].selected)
-        assert torch.equal(tail, want[i % 3].blocks[tail_rows])
+    check_select_on_another_stream(indexer, cases, want, TAIL)
 
 
 def test_a_tail_of_one_stream_is_selected_and_cut_on_another() -> None:
-    """All that a tail has is its own, its plan, too: it may go as soon as the calls are made."""
-    source, consumer = layers(LENS)
-    indexer = sm90(**OPTIONS)
-    rows, of_tail = source.plan.tail_rows(TAIL), tail_inputs(consumer, TAIL)
-    shorter = [2, 0, 0, 1]
-    want = run(indexer, source, consumer)
-    outs = [torch.full((sum(TAIL), 64), 7, dtype=torch.int32, device=DEVICE) for _ in range(6)]
-    cuts = [torch.full((sum(shorter), 100), 7, dtype=torch.int32, device=DEVICE) for _ in outs]
-    torch.cuda.synchronize()
-    one, two = torch.cuda.Stream(), torch.cuda.Stream()
-    for out, cut in zip(outs, cuts, strict=True):
-        with torch.cuda.stream(one):
-            late(5)
-            tail = indexer.prefill_tail(indexer.publish_prefill(source), TAIL)
-        with torch.cuda.stream(two):
-            cut.copy_(indexer.prefill_tail(tail, shorter).blocks)
-            late(10)
-            indexer.select_prefill(tail, of_tail, out)
-        plan = tail.plan
-        shapes = [t.shape for t in (plan.compressed_lens, plan.request_of_row)]
-        del tail, plan
-        with torch.cuda.stream(one):  # what the tail's memory would hold next
-            junk = [torch.zeros(shape, dtype=torch.int32, device=DEVICE) for shape in shapes * 8]
-        del junk
-    torch.cuda.synchronize()
-    for out, cut in zip(outs, cuts, strict=True):
-        assert torch.equal(out, want.selected[rows])
-        assert torch.equal(cut, want.blocks[source.plan.tail_rows(shorter)])
+    indexer, both = sm90(**OPTIONS), layers(LENS)
+    check_tail_on_another_stream(indexer, both, run(indexer, *both), TAIL, [2, 0, 0, 1])
 
 
 def test_interleaved_indexers_and_requests() -> None:
@@ -233,11 +187,8 @@ def test_an_indexer_may_die_while_others_allocate() -> None:
 
 def test_threads_share_the_pool() -> None:
     both = layers(LENS)
-    want = run(sm90(**OPTIONS), *both)
-    with ThreadPoolExecutor(8) as threads:
-        indexer = sm90(**OPTIONS)
-        got = list(threads.map(lambda _: run(indexer, *both), range(32)))
-    assert all(same(one, want) for one in got)
+    want, indexer = run(sm90(**OPTIONS), *both), sm90(**OPTIONS)
+    check_threads(lambda: run(indexer, *both), want, same)
 
 
 @pytest.mark.parametrize("budget", [MiB, 256 * MiB])
@@ -267,12 +218,6 @@ def test_no_method_synchronizes(budget: int) -> None:
 
 def large(rows: int, positions: int) -> Layers:
     return layers([[positions - rows + 1 + i for i in range(rows)]])
-
-
-def free_memory() -> None:
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
 
 
 def tensor_bytes(*tensors: torch.Tensor) -> int:
