@@ -21,7 +21,7 @@ template <bool Keys>
 struct ReluHeadSum {
   using Params = ReluHeadSumParams;
   static constexpr int kThreads = relu_head_sum_config::kThreads;
-  static constexpr int kMinBlocks = 6;
+  static constexpr int kMinBlocks = 4;
   static constexpr int kBlock = relu_head_sum_config::kBlock;
   static constexpr int kHeads = relu_head_sum_config::kHeads;
   using Scores = Packed<Float16, kBlock>;
@@ -52,24 +52,20 @@ struct ReluHeadSum {
     const float* weights = p.weights + r * p.weight_stride;
     float sum[kBlock] = {};
     const int count = min(p.positions - first, kBlock);
-    int h = 0;
-    if (count == kBlock) {
+    const int groups = count == kBlock ? p.heads / kHeads : 0;
+    Group one, other;
+    if (groups > 0) one.load(scores, weights, p.stride, 0);
 #pragma unroll 1
-      for (; h + kHeads <= p.heads; h += kHeads) {
-        Scores of_head[kHeads];
-        float weight[kHeads];
-#pragma unroll
-        for (int i = 0; i < kHeads; ++i) {
-          of_head[i].load_once(scores + (h + i) * p.stride);
-          weight[i] = __ldg(weights + h + i);
-        }
-#pragma unroll
-        for (int i = 0; i < kHeads; ++i) add(of_head[i], weight[i], sum);
-      }
+    for (int g = 0; g < groups; g += 2) {  // one is under way while the other is added
+      if (g + 1 < groups) other.load(scores, weights, p.stride, g + 1);
+      one.add_to(sum);
+      if (g + 1 == groups) break;
+      if (g + 2 < groups) one.load(scores, weights, p.stride, g + 2);
+      other.add_to(sum);
     }
     // The heads that are left, or all of a last block that is not whole.
 #pragma unroll 1
-    for (; h < p.heads; ++h) {
+    for (int h = groups * kHeads; h < p.heads; ++h) {
       Scores of_head = {};
 #pragma unroll
       for (int j = 0; j < kBlock; ++j) {
@@ -105,12 +101,41 @@ struct ReluHeadSum {
     }
   }
 
-  static __device__ __forceinline__ void add(const Scores& scores, float weight,
-                                             float (&sum)[kBlock]) {
+  // The scores of some heads, and their weights.
+  struct Group {
+    Scores scores[kHeads];
+    float weights[kHeads];
+
+    __device__ __forceinline__ void load(const Float16* from, const float* from_weights,
+                                         int64_t stride, int group) {
+      const int h = group * kHeads;
+#pragma unroll
+      for (int i = 0; i < kHeads; ++i) {
+        scores[i].load_once(from + (h + i) * stride);
+        weights[i] = __ldg(from_weights + h + i);
+      }
+    }
+    __device__ __forceinline__ void add_to(float (&sum)[kBlock]) const {
+#pragma unroll
+      for (int i = 0; i < kHeads; ++i) add(scores[i], weights[i], sum);
+    }
+  };
+
+  static __device__ __forceinline__ void add(Scores scores, float weight, float (&sum)[kBlock]) {
     float x[kBlock];
+#if __CUDA_ARCH__ >= 800
+#pragma unroll
+    for (uint32_t& pair : scores.words) {
+      asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(pair), "r"(0));
+    }
+    unpack(scores, x);
+#else
     unpack(scores, x);
 #pragma unroll
-    for (int j = 0; j < kBlock; ++j) sum[j] = __fmaf_rn(x[j] < 0.0f ? 0.0f : x[j], weight, sum[j]);
+    for (float& value : x) value = value < 0.0f ? 0.0f : value;
+#endif
+#pragma unroll
+    for (int j = 0; j < kBlock; ++j) sum[j] = __fmaf_rn(x[j], weight, sum[j]);
   }
 };
 

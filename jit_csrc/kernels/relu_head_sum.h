@@ -26,7 +26,7 @@ namespace relu_head_sum_config {
 
 constexpr int kThreads = 128;
 constexpr int kBlock = 8;  // positions of a thread: a 16-byte load of each head, and a block
-constexpr int kHeads = 8;  // loads of a thread in flight
+constexpr int kHeads = 8;  // loads of a thread at once, of two in flight
 constexpr int kPart = kThreads * kBlock;  // positions of a CTA
 
 }  // namespace relu_head_sum_config
