@@ -8,8 +8,8 @@
 // warps walk the lists, a stage of blocks at a time; each consumer warpgroup scores half
 // of it, two tiles of 8 blocks, with two MMAs under way as in dense_block_keys, and the same sums:
 // a logit has the same bits. With 32 heads the two are of two tiles, with 64 the two halves of the
-// heads. The units, some stages each, of all lists are cut into equal parts, one a CTA; what is
-// past the end of a list is scored, too, but not written.
+// heads. The units, some stages each, of all lists are cut into equal parts, one a CTA; of a list's
+// last stage what is past its end is scored, too, but not written.
 #pragma once
 
 #include "kernels/candidate_logits.h"
@@ -97,6 +97,18 @@ struct CandidateLogits {
     }
   }
 
+  // Stages of a list, from `begin` on: those that a CTA scores.
+  struct Stages {
+    int begin, count;
+  };
+  // Of a list with so many entries, that lies `before` units after the quad's first unit: those in
+  // units first ... stop - 1.
+  static __device__ __forceinline__ Stages stages_of(int entries, int before, int first, int stop) {
+    const int begin = max(first - before, 0) * kUnitStages;
+    const int end = min((stop - before) * kUnitStages, (entries + kStageBlocks - 1) / kStageBlocks);
+    return {begin, max(end - begin, 0)};
+  }
+
   // One warp; each fills every kProducers-th stage.
   static __device__ void produce(const Params& p, Shared& s, const Part& part) {
     const int producer = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -117,30 +129,32 @@ struct CandidateLogits {
       const auto* ranks = reinterpret_cast<const uint2*>(p.ranks) + quad * p.ranks_stride;
       const int count = p.counts[2 * quad], keys = p.quad_first[quad];
       const int second = p.counts[2 * quad + 1];
-      const int stages = (count + kStageBlocks - 1) / kStageBlocks;  // of the first list
-      const int before_second = units(count) * kUnitStages;
-      const int begin = first * kUnitStages, end = stop * kUnitStages;
-      const int mine = begin + ((producer - n) % kProducers + kProducers) % kProducers;
+      const Stages one = stages_of(count, 0, first, stop);
+      const Stages two = stages_of(second, units(count), first, stop);
+      const int total = one.count + two.count;
+      const int before_second = (count + kStageBlocks - 1) / kStageBlocks;
+      const int mine = ((producer - n) % kProducers + kProducers) % kProducers;
       // This lane's entry of stage i, and the ranks before the stage; 0 past a list's end.
+      auto stage_of = [&](int i) {
+        return i < one.count ? one.begin + i : two.begin + i - one.count;
+      };
       auto entry_of = [&](int i) {
-        const bool of_second = i >= before_second;
-        const int index = (of_second ? i - before_second : i) * kStageBlocks + lane;
-        if (index >= (of_second ? second : count)) return 0u;
-        return __ldg(entries + index + (of_second ? stages * kStageBlocks : 0));
+        const int index = stage_of(i) * kStageBlocks + lane;
+        if (index >= (i < one.count ? count : second)) return 0u;
+        return __ldg(entries + index + (i < one.count ? 0 : before_second * kStageBlocks));
       };
       auto ranks_of = [&](int i) {
-        const bool of_second = i >= before_second;
-        const int stage = of_second ? i - before_second : i;
-        if (stage * kStageBlocks >= (of_second ? second : count)) return make_uint2(0, 0);
-        return __ldg(ranks + stage + (of_second ? stages : 0));
+        const int stage = stage_of(i);
+        if (stage * kStageBlocks >= (i < one.count ? count : second)) return make_uint2(0, 0);
+        return __ldg(ranks + stage + (i < one.count ? 0 : before_second));
       };
       uint32_t next = entry_of(mine);
       uint2 next_ranks = ranks_of(mine);
-      for (int i = mine; i < end; i += kProducers) {
+      for (int i = mine; i < total; i += kProducers) {
         const uint32_t entry = next;
         const uint2 before = next_ranks;
         next = entry_of(i + kProducers), next_ranks = ranks_of(i + kProducers);  // meanwhile
-        const uint32_t stage = n + (i - begin);
+        const uint32_t stage = n + i;
         const uint32_t at = __shfl_sync(~0u, stage % kStages, 0);  // the same in all lanes
         const int block = min(keys + static_cast<int>(entry & kIdMask), p.num_blocks - 1);
         const uint32_t bases[kRows] = {before.x & 0xffff, before.x >> 16, before.y & 0xffff,
@@ -169,7 +183,7 @@ struct CandidateLogits {
           if (elected) bulk_copy(to + j * kBlockBytes, from, kCopyBytes, full);
         }
       }
-      n += end - begin;
+      n += total;
     });
   }
 
@@ -203,17 +217,18 @@ struct CandidateLogits {
       const float* weights = p.weights + int64_t(quad) * kRows * Heads;
       char* out = reinterpret_cast<char*>(p.out + int64_t(quad) * kRows * p.out_stride);
       const int64_t row_bytes = p.out_stride * 4;
-      if (p.counts[2 * quad + 1] < 0) {
-        score_list<Sum>(p, s, place, n, weights, queries, out + t * row_bytes, t, stop - first);
+      const int count = p.counts[2 * quad], second = p.counts[2 * quad + 1];
+      const int here = stages_of(count, 0, first, stop).count;
+      if (second < 0) {
+        score_list<Sum>(p, s, place, n, weights, queries, out + t * row_bytes, t, here);
       } else {
-        const int of_first = units(p.counts[2 * quad]);
+        const int then = stages_of(second, units(count), first, stop).count;
 #pragma unroll 1
         for (int pair = 0; pair < 2; ++pair) {
           const int row = pair * 2 + t / 2;
-          const int here = pair == 0 ? min(stop, of_first) - first : stop - max(first, of_first);
           score_list<PairSum<Heads>>(p, s, place, n, weights + pair * 2 * Heads,
                                      queries + pair * PairSum<Heads>::kN * kKeyBytes / 16,
-                                     out + row * row_bytes, row, here);
+                                     out + row * row_bytes, row, pair == 0 ? here : then);
         }
       }
       __syncwarp();
@@ -221,13 +236,18 @@ struct CandidateLogits {
     });
   }
 
-  // Scores `units` units of a list from stage n on. `row`, whose logits begin at `out`, is this
+  template <int N>
+  struct Count {
+    static constexpr int value = N;
+  };
+
+  // Scores `stages` stages of a list from stage n on. `row`, whose logits begin at `out`, is this
   // thread's of the quad.
   template <typename S>
   static __device__ __forceinline__ void score_list(const Params& p, Shared& s, const Place& place,
                                                     uint32_t& n, const float* weights,
                                                     uint32_t queries, char* out, int row,
-                                                    int units) {
+                                                    int stages) {
     constexpr bool kHalves = S::kN == 256;  // an MMA has half the heads, not all of a tile
     constexpr int kN = kHalves ? S::kN / 2 : S::kN;
     S head;
@@ -282,16 +302,16 @@ struct CandidateLogits {
       }
     };
 
-#pragma unroll 1
-    for (int i = 0; i < units; ++i) {
+    auto score_stages = [&](auto count) {
+      constexpr int kCount = decltype(count)::value;
       float one[kN / 2], two[kN / 2];
       typename S::Chains chains;
       wait(n);
       score(one, n, 0, 0);
       score(two, n, !kHalves, kHalves);
 #pragma unroll
-      for (int stage = 0; stage < kUnitStages; ++stage) {
-        const bool last = stage + 1 == kUnitStages;
+      for (int stage = 0; stage < kCount; ++stage) {
+        const bool last = stage + 1 == kCount;
         if constexpr (!kHalves) {
           const uint32_t next = n + 1;
           wgmma_wait<1>();
@@ -323,7 +343,11 @@ struct CandidateLogits {
           }
         }
       }
-    }
+    };
+#pragma unroll 1
+    for (; stages >= kUnitStages; stages -= kUnitStages) score_stages(Count<kUnitStages>{});
+#pragma unroll 1
+    for (; stages > 0; --stages) score_stages(Count<1>{});
   }
 
   static __device__ __forceinline__ int load_shared(uint32_t at) {

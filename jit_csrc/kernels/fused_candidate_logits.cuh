@@ -34,6 +34,7 @@ struct FusedCandidateLogits {
   };
 
   struct Tiles {
+    static constexpr int kPositions = 1;
     const Params& p;
     int quad;
     int count;            // entries of the quad
@@ -77,12 +78,12 @@ struct FusedCandidateLogits {
     __device__ __forceinline__ bool wants(int tile, int j) const {
       return mine >> (tile % kUnitTiles * kTileBlocks + j) & 1;
     }
-    __device__ __forceinline__ void write(int tile, float logit) const {
+    __device__ __forceinline__ void write(int tile, const float (&logits)[1]) const {
       const int lane = threadIdx.x % 32, at = tile % kUnitTiles * kTileBlocks + lane / 8;
       const int its_rank = rank + __popc(mine & ((1u << at) - 1));
       if ((mine >> at & 1) == 0 || its_rank >= p.out_blocks) return;
       float* out = p.out + (int64_t(quad) * 4 + Scoring::row()) * p.out_stride;
-      __stcs(out + its_rank * 8 + lane % 8, logit);
+      __stcs(out + its_rank * 8 + lane % 8, logits[0]);
     }
   };
 

@@ -39,6 +39,7 @@ struct FusedLogits {
   };
 
   struct Tiles {
+    static constexpr int kPositions = BlockKeys ? 4 : 1;  // of half a block
     const Params& p;
     float* out;  // this warp's row
     int len;     // positions of it that are written
@@ -52,17 +53,20 @@ struct FusedLogits {
     __device__ __forceinline__ bool wants(int tile, int j) const {
       return (tile * kTileBlocks + j) * 8 < len;
     }
-    __device__ __forceinline__ void write(int tile, float logit) const {
-      const int position = tile * kTile + static_cast<int>(threadIdx.x % 32);
+    __device__ __forceinline__ void write(int tile, const float (&logits)[kPositions]) const {
+      const int mine = static_cast<int>(threadIdx.x) * kPositions % 32;
+      const int position = tile * kTile + mine;
       if constexpr (!BlockKeys) {
-        if (position < len) __stcs(out + position, logit);
+        if (position < len) __stcs(out + position, logits[0]);
       } else {
-        const float lowest = __int_as_float(0xff800000);
-        float key = position < len ? fmaxf(logit, lowest) : lowest;  // NaN is ignored
+        // NaN is ignored. Of blocks that are written only the newest has positions the row does not
+        // see, and its key is known.
+        float key = __int_as_float(0xff800000);
 #pragma unroll
-        for (int step = 1; step < 8; step *= 2) key = fmaxf(key, __shfl_xor_sync(~0u, key, step));
+        for (int i = 0; i < kPositions; ++i) key = fmaxf(key, logits[i]);
+        key = fmaxf(key, __shfl_xor_sync(~0u, key, 1));
         const int block = position / 8;
-        if (threadIdx.x % 8 == 0 && position < len) {
+        if (threadIdx.x % 32 < 2 * kTileBlocks && mine % 8 == 0 && position < len) {
           out[block] = newest == block ? __int_as_float(0x7f800000) : key;
         }
       }

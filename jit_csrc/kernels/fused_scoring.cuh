@@ -46,10 +46,20 @@ struct FusedScoring {
 
   struct Shared {
     alignas(16) uint8_t keys[2][kTileBlocks * kHalfBlockBytes];
-    float sums[2][Rows][kHeadGroups][32];  // but for the key's scale, by position of a tile
+    alignas(
+        16) float sums[2][Rows][kHeadGroups][32];  // but for the key's scale, by position of a tile
     Part part;
   };
   static_assert(sizeof(Shared) <= 24 * 1024, "two CTAs an SM on Turing");
+
+  template <int N>
+  struct alignas(4 * N) Floats {
+    float at[N];
+
+    static __device__ __forceinline__ Floats read(const float* from) {
+      return *reinterpret_cast<const Floats*>(from);
+    }
+  };
 
   // This thread's warp.
   static __device__ __forceinline__ int row() { return threadIdx.x / 32 / kWarpsOfRow; }
@@ -104,11 +114,14 @@ struct FusedScoring {
   //
   //   wants(tile, j)      whether this warp's row needs it; the same in all lanes
   //
-  //   write(tile, logit)  called by a row's first warp: lane l has position l of the tile
+  //   write(tile, logits) called by a row's first warp: lane l has the `Tiles::kPositions`
+  //   positions
+  //                       of the tile from l * kPositions % 32 on
   template <typename P, typename Tiles>
   static __device__ __forceinline__ void score(const P& p, Shared& s, int64_t slot, Tiles& tiles,
                                                int first, int stop) {
-    const int lane = threadIdx.x % 32;
+    constexpr int kPositions = Tiles::kPositions;
+    const int mine = static_cast<int>(threadIdx.x) * kPositions % 32;  // first position to write
     const int group = place_in_row() % kHeadGroups;
     const int own = place_in_row() / kHeadGroups * kOwnBlocks;
     MmaSync mma;
@@ -142,9 +155,9 @@ struct FusedScoring {
       const bool more = tile + 1 < stop;
       tiles.enter(tile);
       if (more) load_tile(tile + 1);
-      const uint8_t* block = p.keys + int64_t(tiles.block(tile, lane / 8)) * kBlockBytes;
-      const float scale = __ldg(
-          reinterpret_cast<const float*>(block + packed_keys::value_bytes(kKeyBytes)) + lane % 8);
+      const uint8_t* block = p.keys + int64_t(tiles.block(tile, mine / 8)) * kBlockBytes;
+      const auto scales = Floats<kPositions>::read(
+          reinterpret_cast<const float*>(block + packed_keys::value_bytes(kKeyBytes)) + mine % 8);
       const uint32_t keys = static_cast<uint32_t>(__cvta_generic_to_shared(s.keys[buffer]));
 #pragma unroll
       for (int j = 0; j < kOwnBlocks; j += MmaSync::kBlocks) {
@@ -160,9 +173,16 @@ struct FusedScoring {
       if (more) store(s.keys[buffer ^ 1], loaded);
       __syncthreads();  // sums and the next tile are there, this tile and sums before it are read
       if (writes()) {
-        float sum = s.sums[buffer][row()][0][lane];
-        if (kHeadGroups == 2) sum = __fadd_rn(sum, s.sums[buffer][row()][kHeadGroups - 1][lane]);
-        tiles.write(tile, __fmul_rn(sum, scale));
+        const auto sums = Floats<kPositions>::read(s.sums[buffer][row()][0] + mine);
+        const auto more_sums =
+            Floats<kPositions>::read(s.sums[buffer][row()][kHeadGroups - 1] + mine);
+        float logits[kPositions];
+#pragma unroll
+        for (int i = 0; i < kPositions; ++i) {
+          const float sum = kHeadGroups == 2 ? __fadd_rn(sums.at[i], more_sums.at[i]) : sums.at[i];
+          logits[i] = __fmul_rn(sum, scales.at[i]);
+        }
+        tiles.write(tile, logits);
       }
     }
   }

@@ -33,11 +33,20 @@ struct ReluHeadSum {
     const int block =
         static_cast<int>(blockIdx.x % p.parts) * kThreads + static_cast<int>(threadIdx.x);
     const int first = block * kBlock;
-    const int end = p.lens != nullptr ? p.lens[r] - p.start : p.positions;  // of what it sees
-    float* out = p.out + r * p.out_stride;
+    const int count = min(p.positions - first, kBlock);
+    if (count <= 0) return;
 
-    // 1. Blocks whose key is known, or that nobody wants. A warp of them is done.
-    if (first >= p.positions) return;
+    // 1. The first heads, before the length is there that tells who wants them.
+    const auto* scores = static_cast<const Float16*>(p.scores) + r * p.heads * p.stride + first;
+    const float* weights = p.weights + r * p.weight_stride;
+    const int groups = count == kBlock ? p.heads / kHeads : 0;
+    Group one, other;
+    if (groups > 0) one.load(scores, weights, p.stride, 0);
+
+    // 2. Blocks whose key is known, or that nobody wants. A warp of them is done.
+    const int end =
+        p.lens != nullptr ? __ldg(p.lens + r) - p.start : p.positions;  // of what it sees
+    float* out = p.out + r * p.out_stride;
     if (first >= end) {
       if (Keys) __stcs(out + block, -infinity());
       return;
@@ -47,14 +56,8 @@ struct ReluHeadSum {
       return;
     }
 
-    // 2. All heads.
-    const auto* scores = static_cast<const Float16*>(p.scores) + r * p.heads * p.stride + first;
-    const float* weights = p.weights + r * p.weight_stride;
+    // 3. All heads.
     float sum[kBlock] = {};
-    const int count = min(p.positions - first, kBlock);
-    const int groups = count == kBlock ? p.heads / kHeads : 0;
-    Group one, other;
-    if (groups > 0) one.load(scores, weights, p.stride, 0);
 #pragma unroll 1
     for (int g = 0; g < groups; g += 2) {  // one is under way while the other is added
       if (g + 1 < groups) other.load(scores, weights, p.stride, g + 1);
@@ -75,7 +78,7 @@ struct ReluHeadSum {
       add(of_head, __ldg(weights + h), sum);
     }
 
-    // 3. Logits, or their largest.
+    // 4. Logits, or their largest.
     if (p.key_scales != nullptr) {
 #pragma unroll
       for (int j = 0; j < kBlock; ++j) {
