@@ -34,7 +34,6 @@ struct FusedCandidateLogits {
   };
 
   struct Tiles {
-    static constexpr int kPositions = 1;
     const Params& p;
     int quad;
     int count;            // entries of the quad
@@ -78,7 +77,7 @@ struct FusedCandidateLogits {
     __device__ __forceinline__ bool wants(int tile, int j) const {
       return mine >> (tile % kUnitTiles * kTileBlocks + j) & 1;
     }
-    __device__ __forceinline__ void write(int tile, const float (&logits)[1]) const {
+    __device__ __forceinline__ void write(int tile, int, const float (&logits)[1]) const {
       const int lane = threadIdx.x % 32, at = tile % kUnitTiles * kTileBlocks + lane / 8;
       const int its_rank = rank + __popc(mine & ((1u << at) - 1));
       if ((mine >> at & 1) == 0 || its_rank >= p.out_blocks) return;

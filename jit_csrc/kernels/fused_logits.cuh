@@ -16,7 +16,8 @@ template <StoredKeys Keys, int Heads, bool HalfScores, bool BlockKeys = false>
 struct FusedLogits {
   using Params = FusedLogitsParams;
   static constexpr int kRows = fused_scoring::rows_of_group(Heads);
-  using Scoring = FusedScoring<Keys, Heads, kRows, HalfScores>;
+  static constexpr int kPositions = BlockKeys ? 4 : 1;  // of a lane: half a block
+  using Scoring = FusedScoring<Keys, Heads, kRows, HalfScores, kPositions>;
   static constexpr int kThreads = Scoring::kThreads;
   static constexpr int kMinBlocks = MmaSync::kMinBlocks;
   static constexpr int kTileBlocks = Scoring::kTileBlocks;
@@ -39,7 +40,6 @@ struct FusedLogits {
   };
 
   struct Tiles {
-    static constexpr int kPositions = BlockKeys ? 4 : 1;  // of half a block
     const Params& p;
     float* out;  // this warp's row
     int len;     // positions of it that are written
@@ -53,8 +53,8 @@ struct FusedLogits {
     __device__ __forceinline__ bool wants(int tile, int j) const {
       return (tile * kTileBlocks + j) * 8 < len;
     }
-    __device__ __forceinline__ void write(int tile, const float (&logits)[kPositions]) const {
-      const int mine = static_cast<int>(threadIdx.x) * kPositions % 32;
+    __device__ __forceinline__ void write(int tile, int mine,
+                                          const float (&logits)[kPositions]) const {
       const int position = tile * kTile + mine;
       if constexpr (!BlockKeys) {
         if (position < len) __stcs(out + position, logits[0]);
@@ -66,7 +66,7 @@ struct FusedLogits {
         for (int i = 0; i < kPositions; ++i) key = fmaxf(key, logits[i]);
         key = fmaxf(key, __shfl_xor_sync(~0u, key, 1));
         const int block = position / 8;
-        if (threadIdx.x % 32 < 2 * kTileBlocks && mine % 8 == 0 && position < len) {
+        if (mine % 8 == 0 && position < len) {
           out[block] = newest == block ? __int_as_float(0x7f800000) : key;
         }
       }

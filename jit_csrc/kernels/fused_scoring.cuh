@@ -22,7 +22,8 @@ namespace sparse_indexer {
 
 enum class StoredKeys { kE4m3, kF16 };
 
-template <StoredKeys Keys, int Heads, int Rows, bool HalfScores>
+// Positions: neighbors that a lane writes, so that a warp writes as many tiles at a time.
+template <StoredKeys Keys, int Heads, int Rows, bool HalfScores, int Positions = 1>
 struct FusedScoring {
   static constexpr int kThreads = fused_scoring::kThreads;
   static constexpr int kWarps = kThreads / 32;
@@ -37,6 +38,8 @@ struct FusedScoring {
   static constexpr int kSplit = kWarpsOfRow / kHeadGroups;  // ways to share a row's blocks
   static constexpr int kOwnBlocks = kTileBlocks / kSplit;   // of a tile, a warp's
   static constexpr int kHalfShift = kWiden ? 0 : 8;
+  // Tiles whose sums are kept: those that are written while the next one is scored, and that one.
+  static constexpr int kSums = 2 * Positions;
   // Of weights, which are halved.
   static constexpr float kFactor = 2.0f * (kWiden ? 65536 : HalfScores ? 1 << kHalfShift : 1);
   static_assert(kTileBlocks == 4, "a lane is one of a tile's 32 positions");
@@ -46,11 +49,11 @@ struct FusedScoring {
 
   struct Shared {
     alignas(16) uint8_t keys[2][kTileBlocks * kHalfBlockBytes];
-    alignas(
-        16) float sums[2][Rows][kHeadGroups][32];  // but for the key's scale, by position of a tile
+    // But for the key's scale, by position of a tile.
+    alignas(16) float sums[kSums][Rows][kHeadGroups][32];
     Part part;
   };
-  static_assert(sizeof(Shared) <= 24 * 1024, "two CTAs an SM on Turing");
+  static_assert(sizeof(Shared) <= 32 * 1024, "two CTAs an SM on Turing");
 
   template <int N>
   struct alignas(4 * N) Floats {
@@ -108,20 +111,21 @@ struct FusedScoring {
   // Scores tiles first ... stop - 1 for the rows of a CTA; this warp's is `slot`, four slots a
   // quad. `tiles` knows them.
   //
-  //   enter(tile)         called before a tile is scored, tile after tile
+  //   enter(tile)                called before a tile is scored, tile after tile
   //
-  //   block(tile, j)      packed block j of the first tile, the one entered last, or the next
+  //   block(tile, j)             packed block j of the first tile, the one entered last, the next,
+  //                              or one that is still to be written
   //
-  //   wants(tile, j)      whether this warp's row needs it; the same in all lanes
+  //   wants(tile, j)             whether this warp's row needs it; the same in all lanes
   //
-  //   write(tile, logits) called by a row's first warp: lane l has the `Tiles::kPositions`
-  //   positions
-  //                       of the tile from l * kPositions % 32 on
+  //   write(tile, mine, logits)  called by a row's first warp: this lane has the positions of the
+  //                              tile, one that was entered, from `mine` on
   template <typename P, typename Tiles>
   static __device__ __forceinline__ void score(const P& p, Shared& s, int64_t slot, Tiles& tiles,
                                                int first, int stop) {
-    constexpr int kPositions = Tiles::kPositions;
-    const int mine = static_cast<int>(threadIdx.x) * kPositions % 32;  // first position to write
+    const int lane = threadIdx.x % 32;
+    const int mine = lane * Positions % 32;  // position that this lane writes, of which tile
+    const int of_tiles = lane * Positions / 32;
     const int group = place_in_row() % kHeadGroups;
     const int own = place_in_row() / kHeadGroups * kOwnBlocks;
     MmaSync mma;
@@ -133,9 +137,9 @@ struct FusedScoring {
         },
         p.weights + slot * Heads + group * 32, kFactor);
 
-    // Where this lane's sums of the first buffer go.
+    // Where this lane's sums of the first tile go.
     float* const sums = s.sums[0][row()][group] + own * 8 + MmaSync::position();
-    constexpr int kBufferSums = Rows * kHeadGroups * 32;
+    constexpr int kTileSums = Rows * kHeadGroups * 32;
 
     Loaded loaded;
     auto load_tile = [&](int tile) {
@@ -155,8 +159,11 @@ struct FusedScoring {
       const bool more = tile + 1 < stop;
       tiles.enter(tile);
       if (more) load_tile(tile + 1);
-      const uint8_t* block = p.keys + int64_t(tiles.block(tile, mine / 8)) * kBlockBytes;
-      const auto scales = Floats<kPositions>::read(
+      // Of as many tiles as a warp writes this is the last; there may be no more.
+      const int last = static_cast<int>(uint32_t(tile - first) % Positions);
+      const int written = tile - max(last - of_tiles, 0);
+      const uint8_t* block = p.keys + int64_t(tiles.block(written, mine / 8)) * kBlockBytes;
+      const auto scales = Floats<Positions>::read(
           reinterpret_cast<const float*>(block + packed_keys::value_bytes(kKeyBytes)) + mine % 8);
       const uint32_t keys = static_cast<uint32_t>(__cvta_generic_to_shared(s.keys[buffer]));
 #pragma unroll
@@ -167,22 +174,22 @@ struct FusedScoring {
         const float sum =
             mma.template score<HalfScores, kHalfShift>(keys + (own + j) * kHalfBlockBytes);
         if (MmaSync::is_first()) {
-          sums[buffer * kBufferSums + j * 8] = sum;
+          sums[uint32_t(tile - first) % kSums * kTileSums + j * 8] = sum;
         }
       }
       if (more) store(s.keys[buffer ^ 1], loaded);
       __syncthreads();  // sums and the next tile are there, this tile and sums before it are read
-      if (writes()) {
-        const auto sums = Floats<kPositions>::read(s.sums[buffer][row()][0] + mine);
-        const auto more_sums =
-            Floats<kPositions>::read(s.sums[buffer][row()][kHeadGroups - 1] + mine);
-        float logits[kPositions];
+      if (writes() && (last == Positions - 1 || !more)) {
+        const float* from = s.sums[uint32_t(written - first) % kSums][row()][0] + mine;
+        const auto sums = Floats<Positions>::read(from);
+        const auto more_sums = Floats<Positions>::read(from + (kHeadGroups - 1) * 32);
+        float logits[Positions];
 #pragma unroll
-        for (int i = 0; i < kPositions; ++i) {
+        for (int i = 0; i < Positions; ++i) {
           const float sum = kHeadGroups == 2 ? __fadd_rn(sums.at[i], more_sums.at[i]) : sums.at[i];
           logits[i] = __fmul_rn(sum, scales.at[i]);
         }
-        tiles.write(tile, logits);
+        tiles.write(written, mine, logits);
       }
     }
   }
