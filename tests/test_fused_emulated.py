@@ -61,18 +61,13 @@ def test_emulated_topk_within_48_kilobytes(tmp_path: Path) -> None:
 
 
 BACKEND = """
-from emulation import emulate
-from sparse_indexer.backends.sm70 import Sm70Indexer
+from emulation import emulate, sm70_on_cpu
 from sparse_indexer.jit.kernel import all_kernels
-from sparse_indexer.lasting import LastingMemory
 from sparse_indexer.testing import check_backend
 names = ["row_quads", "index_k", "index_q", "candidate_quads", "topk"]
 names += ["fused_block_keys", "fused_candidate_logits"]
 emulate([all_kernels()[name] for name in names], {capability}, Path({folder!r}))
-indexer = object.__new__(Sm70Indexer)  # which otherwise expects a GPU
-indexer.device, indexer.memory_budget = torch.device("cpu"), 1 << 20
-indexer.topk, indexer.topk_blocks = 4, 6
-indexer._lasting = LastingMemory(indexer.device)
+indexer = sm70_on_cpu(topk=4, topk_blocks=6, memory_budget=1 << 20)
 report = check_backend(indexer, formats=[{form!r}], tolerance=2e-5)
 report.raise_if_failed()
 print(report.backend, report.selecting_rows > 80)
