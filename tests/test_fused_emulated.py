@@ -82,6 +82,38 @@ def test_emulated_backend(capability: int, form: str, tmp_path: Path) -> None:
     assert run_python(script) == "sm70 True\n"
 
 
+MEMORY = """
+from emulation import emulate, sm70_on_cpu
+from memory_support import PeakMemory
+from sparse_indexer.jit.kernel import all_kernels
+names = ["row_quads", "index_k", "index_q", "candidate_quads", "topk"]
+names += ["fused_block_keys", "fused_candidate_logits"]
+emulate([all_kernels()[name] for name in names], 75, Path({folder!r}))
+import sm90_support
+sm90_support.DEVICE = torch.device("cpu")
+lens, budget = [[3000 - i for i in range(8)] for _ in range(4)], 900 << 10
+source, consumer = sm90_support.layers(lens, "fp8", heads=32)
+indexer = sm70_on_cpu("fused", topk=8, topk_blocks=12, memory_budget=budget)
+out, candidates = sm90_support.poisoned(source, 8), indexer.publish_prefill(source)
+q, plan = consumer.index_q, source.plan
+given = [out, q.values, q.scales, consumer.head_weights, source.index_k.pages, *plan.tensors]
+given += [*candidates.tables, *candidates.quads[1:]]
+for call in (
+    lambda: indexer.topk_prefill(consumer, out),
+    lambda: indexer.select_prefill(candidates, consumer, out),
+):
+    with PeakMemory(given) as peak:
+        call()
+    print(budget // 2 < peak.peak <= budget + 4096, end=" ")
+"""
+
+
+@needs_gxx
+def test_the_peak_is_one_budget(tmp_path: Path) -> None:
+    """Of requests whose keys do not fit together, one after the other."""
+    assert run_python(MEMORY.format(folder=str(tmp_path))) == "True True "
+
+
 @needs_gxx
 @pytest.mark.parametrize("capability", [70, 75])
 def test_emulated(capability: int, tmp_path: Path) -> None:
