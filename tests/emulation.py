@@ -6,13 +6,17 @@ import re
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from jit_support import CSRC, pretend_cuda
 
+from sparse_indexer.backends.gemm_indexer import GemmIndexer
+from sparse_indexer.backends.sm70 import FusedIndexer, Sm70Indexer
 from sparse_indexer.jit import Kernel
 from sparse_indexer.jit.artifacts import host_artifact
 from sparse_indexer.jit.kernel import SOURCES
+from sparse_indexer.lasting import LastingMemory
 
 _CPU = torch.device("cpu")
 
@@ -44,6 +48,23 @@ def emulate(kernels: Sequence[Kernel], capability: int, folder: Path) -> None:
         module = tvm_ffi.load_module(stored.path)
         module.load(kernel.name, 0, b"", list(kernel.variants))
         kernel.loaded[_CPU] = _Entries(module)  # type: ignore[assignment]
+
+
+def on_cpu(kind: type[Any], **attributes: object) -> Any:
+    """An indexer that otherwise expects a GPU, with these attributes."""
+    indexer = object.__new__(kind)
+    indexer.device, indexer._lasting = _CPU, LastingMemory(_CPU)
+    vars(indexer).update(attributes)
+    return indexer
+
+
+def sm70_on_cpu(route: str = "auto", **options: int) -> Any:
+    """An `Sm70Indexer`, for emulated kernels."""
+    routes = {
+        "_fused": None if route == "gemm" else on_cpu(FusedIndexer, **options),
+        "_gemm": None if route == "fused" else on_cpu(GemmIndexer, **options),
+    }
+    return on_cpu(Sm70Indexer, route=route, **routes, **options)
 
 
 class _Entries:

@@ -61,18 +61,13 @@ def test_emulated_topk_within_48_kilobytes(tmp_path: Path) -> None:
 
 
 BACKEND = """
-from emulation import emulate
-from sparse_indexer.backends.sm70 import Sm70Indexer
+from emulation import emulate, sm70_on_cpu
 from sparse_indexer.jit.kernel import all_kernels
-from sparse_indexer.lasting import LastingMemory
 from sparse_indexer.testing import check_backend
 names = ["row_quads", "index_k", "index_q", "candidate_quads", "topk"]
 names += ["fused_block_keys", "fused_candidate_logits"]
 emulate([all_kernels()[name] for name in names], {capability}, Path({folder!r}))
-indexer = object.__new__(Sm70Indexer)  # which otherwise expects a GPU
-indexer.device, indexer.memory_budget = torch.device("cpu"), 1 << 20
-indexer.topk, indexer.topk_blocks = 4, 6
-indexer._lasting = LastingMemory(indexer.device)
+indexer = sm70_on_cpu(topk=4, topk_blocks=6, memory_budget=1 << 20)
 report = check_backend(indexer, formats=[{form!r}], tolerance=2e-5)
 report.raise_if_failed()
 print(report.backend, report.selecting_rows > 80)
@@ -85,6 +80,38 @@ def test_emulated_backend(capability: int, form: str, tmp_path: Path) -> None:
     """It passes the conformance kit."""
     script = BACKEND.format(capability=capability, form=form, folder=str(tmp_path))
     assert run_python(script) == "sm70 True\n"
+
+
+MEMORY = """
+from emulation import emulate, sm70_on_cpu
+from memory_support import PeakMemory
+from sparse_indexer.jit.kernel import all_kernels
+names = ["row_quads", "index_k", "index_q", "candidate_quads", "topk"]
+names += ["fused_block_keys", "fused_candidate_logits"]
+emulate([all_kernels()[name] for name in names], 75, Path({folder!r}))
+import sm90_support
+sm90_support.DEVICE = torch.device("cpu")
+lens, budget = [[3000 - i for i in range(8)] for _ in range(4)], 900 << 10
+source, consumer = sm90_support.layers(lens, "fp8", heads=32)
+indexer = sm70_on_cpu("fused", topk=8, topk_blocks=12, memory_budget=budget)
+out, candidates = sm90_support.poisoned(source, 8), indexer.publish_prefill(source)
+q, plan = consumer.index_q, source.plan
+given = [out, q.values, q.scales, consumer.head_weights, source.index_k.pages, *plan.tensors]
+given += [*candidates.tables, *candidates.quads[1:]]
+for call in (
+    lambda: indexer.topk_prefill(consumer, out),
+    lambda: indexer.select_prefill(candidates, consumer, out),
+):
+    with PeakMemory(given) as peak:
+        call()
+    print(budget // 2 < peak.peak <= budget + 4096, end=" ")
+"""
+
+
+@needs_gxx
+def test_the_peak_is_one_budget(tmp_path: Path) -> None:
+    """Of requests whose keys do not fit together, one after the other."""
+    assert run_python(MEMORY.format(folder=str(tmp_path))) == "True True "
 
 
 @needs_gxx

@@ -63,6 +63,10 @@ def test_restart_takes_back_what_is_not_kept() -> None:
         assert offset(scratch, piece) == 256
         assert scratch.restart() is scratch
     assert (kept == 3).all()
+    assert scratch.clear() is scratch
+    assert offset(scratch, scratch.take((1,), torch.uint8)) == 0
+    scratch.keep()
+    assert offset(scratch.restart(), scratch.take((1,), torch.uint8)) == 256
 
 
 @pytest.mark.parametrize("limit", [256, 1000, 1024, 3 << 10, 1 << 20])

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from fused_support import CODES, use_code
-from gpu_support import no_synchronization
+from gpu_support import free_memory, no_synchronization
 from sm90_support import DEVICE, Layers, layers, poisoned, run, same
 
 from sparse_indexer import make_candidate_indexer
@@ -46,10 +46,29 @@ def test_head_counts_between_are_padded(heads: int, form: KeyFormat) -> None:
     assert report.backend == "sm70"
 
 
-def test_more_heads_are_refused() -> None:
-    source, _ = layers([[9]], heads=65)
+def test_more_heads_are_for_the_other_route() -> None:
+    """Which `test_gemm_scoring.py` is about."""
+    both = layers(LENS, heads=65, palette=True)
     with pytest.raises(ValueError, match=r"^index_q values: expected at most 64 heads"):
-        Sm70Indexer(DEVICE).publish_prefill(source)
+        Sm70Indexer(DEVICE, route="fused").publish_prefill(both.source)
+    want = run(MaskIndexer(DEVICE, **OPTIONS, accumulate=torch.float64), *both)
+    assert same(run(Sm70Indexer(DEVICE, **OPTIONS), *both), want)
+
+
+def test_the_peak_is_one_budget() -> None:
+    """Of requests whose keys do not fit together, one after the other."""
+    source, consumer = layers([[60_000 - i for i in range(40)] for _ in range(4)])
+    indexer, budget = Sm70Indexer(DEVICE, memory_budget=16 * MiB), 16 * MiB
+    out, candidates = poisoned(source, 512), indexer.publish_prefill(source)
+    for call in (
+        lambda: indexer.topk_prefill(consumer, out),
+        lambda: indexer.select_prefill(candidates, consumer, out),
+    ):
+        free_memory()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        assert torch.cuda.max_memory_allocated() - before <= budget + 64 * 160 + 8192
 
 
 @pytest.mark.parametrize(("form", "queries"), [("fp8", "fp8"), ("bf16", "fp8"), ("fp4", "fp16")])

@@ -39,10 +39,12 @@ def _sm100(device: torch.device, **options: int) -> CandidateIndexer:
     return Sm100Indexer(device, **options)
 
 
-def _sm70(device: torch.device, **options: int) -> CandidateIndexer:
+def _sm70(
+    device: torch.device, *, topk: int, topk_blocks: int, memory_budget: int
+) -> CandidateIndexer:
     from sparse_indexer.backends.sm70 import Sm70Indexer  # likewise
 
-    return Sm70Indexer(device, **options)
+    return Sm70Indexer(device, topk=topk, topk_blocks=topk_blocks, memory_budget=memory_budget)
 
 
 BACKENDS: dict[str, BackendSpec] = {

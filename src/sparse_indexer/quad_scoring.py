@@ -221,16 +221,23 @@ def _scopes(
         least=least,
         budget=budget,
     )
-    for begin, end, blocks, longest in groups:
-        base, last = quads.requests[begin], quads.requests[end - 1]
+    planned = []
+    for group in groups:
+        base, last = quads.requests[group.begin], quads.requests[group.stop - 1]
+        of_quad = quad_bytes(group.longest)
+        packed = (group.size + _UNIT_BLOCKS) * block_bytes
+        most = (budget - packed - Scratch.SLACK) // of_quad // GROUP_QUADS
         stop = last.first_quad + last.quads
-        of_quad = quad_bytes(longest)
-        packed = (blocks + _UNIT_BLOCKS) * block_bytes
-        free = budget - packed - Scratch.SLACK
-        most = free // of_quad // GROUP_QUADS
         tiles = even_tiles(base.first_quad, stop, unit=GROUP_QUADS, most=most)
         tile = tiles[0].stop - tiles[0].start
-        scratch = Scratch(packed + Scratch.SLACK + tile * of_quad, budget, inputs.plan.device)
+        planned.append((group, tiles, packed + Scratch.SLACK + tile * of_quad))
+    if not planned:
+        return
+    # One for all groups: two of them would be two budgets while the second is made.
+    scratch = Scratch(max(nbytes for _, _, nbytes in planned), budget, inputs.plan.device)
+    for (begin, end, blocks, longest), tiles, _ in planned:
+        base = quads.requests[begin]
+        scratch.clear()
         keys = scratch.take((blocks + _UNIT_BLOCKS, elements), element)
         scratch.keep()
         request_first, request_lens, first = quads.request_first, quads.request_lens, quads.first

@@ -52,3 +52,8 @@ class Scratch:
         """Itself, with what is not kept free again."""
         self._next = self._kept
         return self
+
+    def clear(self) -> Scratch:
+        """Itself, with all of it free again, what was kept, too."""
+        self._next = self._kept = 0
+        return self

@@ -256,6 +256,10 @@ T __ldcs(const T* at) {
   return *at;
 }
 template <typename T>
+void __stcg(T* at, T value) {
+  *at = value;
+}
+template <typename T>
 void __stcs(T* at, T value) {
   *at = value;
 }
