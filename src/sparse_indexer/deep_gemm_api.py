@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 
+from sparse_indexer.devices import current
 from sparse_indexer.errors import BackendUnavailable, describe, mismatch
 from sparse_indexer.formats import FORMATS, HEAD_DIM, INT32_MAX
 from sparse_indexer.index_k import BLOCK_SIZE, FlatIndexK, IndexKPool
@@ -85,11 +85,6 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
     """Contiguous, at a multiple of 16 bytes, as kernels read it; as a rule it is that already."""
     tensor = tensor.contiguous()
     return tensor.clone() if tensor.data_ptr() % 16 else tensor
-
-
-def _device_of(tensor: torch.Tensor) -> AbstractContextManager[None]:
-    """The tensor's GPU as the current one; nothing on a CPU."""
-    return torch.cuda.device_of(tensor)  # type: ignore[no-untyped-call]
 
 
 def schedule_bytes(rows: int, n: int) -> int:
@@ -221,7 +216,7 @@ class DeepGemm:
             is there past a row's keys.
         """
         older = {"logits_dtype": self.logits_dtype} if self._chooses_dtype else {}
-        with _device_of(starts):
+        with current(starts.device):
             logits: torch.Tensor = self._module.fp8_fp4_mqa_logits(
                 (queries.values, queries.scales),
                 keys,
@@ -250,7 +245,7 @@ class DeepGemm:
             pairs: `[rows]` int32: neighbors of equal id, at most two, are scored together.
             page_table: `[rows, pages]` int32, contiguous: that of a pair's first row is read.
         """
-        with _device_of(lens):
+        with current(lens.device):
             metadata: torch.Tensor = self._module.get_paged_sparse_mqa_logits_metadata(
                 lens, page_table, pairs, page_size, blocks, torch.int8, BLOCK_SIZE
             )
@@ -278,7 +273,7 @@ class DeepGemm:
             (pages.shape[0], size, 1, _FP4_BYTES), (stride, _FP4_BYTES, _FP4_BYTES, 1)
         )
         total: torch.Tensor | None = None
-        with _device_of(metadata):
+        with current(metadata.device):
             for values, scales, weights in parts:
                 q = (values.unsqueeze(1), scales.unsqueeze(1))
                 logits: torch.Tensor = self._module.fp8_fp4_paged_sparse_mqa_logits(
