@@ -31,7 +31,13 @@ from sparse_indexer.pair_candidates import (
     scheduled_tiles,
 )
 from sparse_indexer.plan import PrefillPlan
-from sparse_indexer.protocol import Candidates, expect_call, expect_candidates, expect_published
+from sparse_indexer.protocol import (
+    Candidates,
+    expect_call,
+    expect_candidates,
+    expect_published,
+    no_grad,
+)
 from sparse_indexer.row_ops import row_ops
 
 _COLUMNS = f"a multiple of 4 of at most {MAX_BLOCKS}"
@@ -104,7 +110,7 @@ class Sm100Indexer:
         """
         self._deep_gemm.check_pool(pool)
 
-    @torch.no_grad()
+    @no_grad
     def publish_prefill(
         self, inputs: PrefillIndexerInputs, out_positions: torch.Tensor | None = None
     ) -> Candidates:
@@ -137,7 +143,7 @@ class Sm100Indexer:
             self.select_prefill(candidates, inputs, out_positions)
         return candidates
 
-    @torch.no_grad()
+    @no_grad
     def select_prefill(
         self, candidates: Candidates, inputs: PrefillIndexerInputs, out_positions: torch.Tensor
     ) -> None:
@@ -174,7 +180,7 @@ class Sm100Indexer:
             self._select(logits, plan, tile.part, tile.lens, out_positions, blocks=tile.table)
             del queries, logits, tile  # before the next are made
 
-    @torch.no_grad()
+    @no_grad
     def prefill_tail(self, candidates: Candidates, tail_lens: Sequence[int]) -> Candidates:
         """See `CandidateIndexer.prefill_tail`. A schedule cannot be sliced: it is made anew."""
         source = expect_published(candidates, self.device)  # and wait, before the plan is read
@@ -187,7 +193,7 @@ class Sm100Indexer:
         schedules = None if held is None else self._schedules(plan, table, held.pages)
         return PairCandidates(plan, table, schedules)
 
-    @torch.no_grad()
+    @no_grad
     def topk_prefill(self, inputs: PrefillIndexerInputs, out_positions: torch.Tensor) -> None:
         """See `CandidateIndexer.topk_prefill`."""
         expect_call(self, inputs, out_positions, wanted=True)
