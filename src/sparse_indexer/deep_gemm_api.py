@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -40,11 +41,33 @@ _FUNCTIONS = (
 
 
 class Queries(NamedTuple):
-    """Queries of some rows, padded to 32 or 64 heads of weight 0, as kernels read them."""
+    """A layer's queries, and what of them is made once: weights of 32 or 64 heads, the rest 0."""
 
-    values: torch.Tensor  # [rows, heads, 64] int8 (fp4) or [rows, heads, 128] float8_e4m3fn
+    values: torch.Tensor  # [rows, heads, 64] (fp4) or [rows, heads, 128] (fp8) int8
     scales: torch.Tensor | None  # [rows, heads] int32 (fp4)
-    weights: torch.Tensor  # [rows, heads] float32 or bfloat16, an fp8 scale in them
+    weights: torch.Tensor  # [rows, 32 or 64] as kernels read them, an fp8 scale in them
+
+    def of(self, rows: slice | torch.Tensor | None) -> Queries:
+        """Those of `rows`, a slice or `[n]` int32, or of all, with as many heads as weights.
+
+        Kernels read them; values are float8_e4m3fn if fp8. Not copied where they need not be.
+        """
+        values, scales, weights = self
+        if rows is not None:
+            values, weights = _some(values, rows), _some(weights, rows)
+            scales = None if scales is None else _some(scales, rows)
+        rest = weights.shape[1] - values.shape[1]
+        if rest:
+            values = torch.nn.functional.pad(values, (0, 0, 0, rest))
+            scales = None if scales is None else torch.nn.functional.pad(scales, (0, rest))
+        values = aligned(values)
+        if scales is None:
+            return Queries(values.view(torch.float8_e4m3fn), None, weights)
+        return Queries(values, aligned(scales), weights)
+
+
+def _some(tensor: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:
+    return tensor[rows] if isinstance(rows, slice) else torch.index_select(tensor, 0, rows)
 
 
 def query_bytes(heads: int) -> int:
@@ -57,28 +80,16 @@ def padded_heads(heads: int) -> int:
     return CANDIDATE_HEADS if heads <= CANDIDATE_HEADS else MAX_HEADS
 
 
-def queries_of(inputs: PrefillIndexerInputs, rows: slice | torch.Tensor | None) -> Queries:
-    """The queries of `rows`, a slice or `[n]` int32, or of all; not copied where they need not be.
-
-    Kernels read weights in bfloat16 or float32, as the caller converts them.
-    """
+def queries_of(inputs: PrefillIndexerInputs, dtype: torch.dtype) -> Queries:
+    """A layer's queries, with weights of `dtype`."""
     index_q: IndexQ = inputs.index_q
-    values, scales, weights = index_q.values, index_q.scales, inputs.head_weights
-    if rows is not None:
-        values, weights = values[rows], weights[rows]
-        scales = None if scales is None else scales[rows]
-    packed = values.dtype == torch.uint8
-    if not packed and scales is not None:
+    scales, weights = index_q.scales, inputs.head_weights
+    if scales is not None and index_q.values.dtype != torch.uint8:
         weights, scales = weights * scales, None
     rest = padded_heads(inputs.num_heads) - inputs.num_heads
-    stored = values.view(torch.int8)
     if rest:
-        stored = torch.nn.functional.pad(stored, (0, 0, 0, rest))
         weights = torch.nn.functional.pad(weights, (0, rest))
-        scales = None if scales is None else torch.nn.functional.pad(scales, (0, rest))
-    stored = aligned(stored)
-    scales = None if scales is None else aligned(scales)
-    return Queries(stored if packed else stored.view(torch.float8_e4m3fn), scales, weights)
+    return Queries(index_q.values.view(torch.int8), scales, aligned(weights.to(dtype)))
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
@@ -126,6 +137,7 @@ class DeepGemm:
         self._chooses_dtype = "logits_dtype" in parameters
         self.logits_dtype = torch.float32 if self._chooses_dtype else torch.bfloat16
         self.page_alignment = 512 if self._chooses_dtype else 128
+        self._pages: WeakKeyDictionary[IndexKPool, torch.Tensor] = WeakKeyDictionary()
 
     @property
     def num_sms(self) -> int:
@@ -157,14 +169,25 @@ class DeepGemm:
             most = f"at most {MAX_HEADS} heads ({_ANY})"
             raise mismatch("index_q values", most, f"{inputs.num_heads}")
 
-    def expect_pool(self, inputs: PrefillIndexerInputs) -> IndexKPool:
-        """The pool, if `candidate_logits` reads it where it lies; `ValueError` if not."""
+    def expect_pool(self, inputs: PrefillIndexerInputs) -> torch.Tensor:
+        """The pool's pages as `candidate_logits` reads them where they lie; `ValueError` if not.
+
+        A pool is looked at once.
+        """
         pool = inputs.index_k
-        self.check_pool(pool)
-        assert isinstance(pool, IndexKPool)
-        if not pool.num_pages and max(inputs.plan.context_lens, default=0):
+        pages = self._pages.get(pool) if isinstance(pool, IndexKPool) else None
+        if pages is None:
+            self.check_pool(pool)
+            assert isinstance(pool, IndexKPool)
+            size, stride = pool.page_size, pool.pages.stride(0)
+            pages = self._pages[pool] = pool.pages.as_strided(
+                (pool.num_pages, size, 1, _FP4_BYTES),
+                # A page alone has no stride.
+                (stride if pool.num_pages > 1 else 512 * size, _FP4_BYTES, _FP4_BYTES, 1),
+            )
+        if not len(pages) and max(inputs.plan.context_lens, default=0):
             raise mismatch("index_k pages", "at least 1 page", "none")
-        return pool
+        return pages
 
     def check_pool(self, pool: IndexKPool | FlatIndexK) -> None:
         """`ValueError` unless `candidate_logits` reads such pages where they lie."""
@@ -209,6 +232,7 @@ class DeepGemm:
 
         Args:
             keys: `[n, 64]` int8 and `[n]` int32 (fp4), or `[n, 128]` float8_e4m3fn and float32.
+            queries: with weights of `logits_dtype`.
             starts, ends: `[rows]` int32, apart by at most `width`.
 
         Returns:
@@ -220,7 +244,7 @@ class DeepGemm:
             logits: torch.Tensor = self._module.fp8_fp4_mqa_logits(
                 (queries.values, queries.scales),
                 keys,
-                aligned(queries.weights.to(self.logits_dtype)),
+                queries.weights,
                 starts,
                 ends,
                 max_seqlen_k=width,
@@ -252,32 +276,31 @@ class DeepGemm:
         return metadata
 
     def candidate_logits(
-        self, queries: Queries, pool: IndexKPool, metadata: torch.Tensor, n: int
+        self, queries: Queries, pages: torch.Tensor, metadata: torch.Tensor, n: int
     ) -> torch.Tensor:
         """Logits of each row's scheduled blocks, `[rows, n * 8]` bfloat16.
 
         Sums of more than 32 heads are added up in bfloat16.
+
+        Args:
+            queries: with weights of bfloat16.
+            pages: of `expect_pool`.
         """
         assert queries.scales is not None
         rows, heads = queries.scales.shape
-        weights = aligned(queries.weights.to(torch.bfloat16))
-        parts = [(queries.values, queries.scales, weights)]
+        parts = [(queries.values, queries.scales, queries.weights)]
         if heads > CANDIDATE_HEADS:
             shape = (rows, heads // CANDIDATE_HEADS, CANDIDATE_HEADS)
             values = queries.values.view(*shape, -1).transpose(0, 1).contiguous()
             scales = queries.scales.view(shape).transpose(0, 1).contiguous()
-            parts = list(zip(values, scales, weights.chunk(shape[1], 1), strict=True))
-        pages, size = pool.pages, pool.page_size
-        stride = pages.stride(0) if pool.num_pages > 1 else 512 * size  # of one page: of none
-        kv = pages.as_strided(
-            (pages.shape[0], size, 1, _FP4_BYTES), (stride, _FP4_BYTES, _FP4_BYTES, 1)
-        )
+            weights = queries.weights.chunk(shape[1], 1)
+            parts = list(zip(values, scales, weights, strict=True))
         total: torch.Tensor | None = None
         with current(metadata.device):
-            for values, scales, weights in parts:
-                q = (values.unsqueeze(1), scales.unsqueeze(1))
+            for stored, codes, of_heads in parts:
+                q = (stored.unsqueeze(1), codes.unsqueeze(1))
                 logits: torch.Tensor = self._module.fp8_fp4_paged_sparse_mqa_logits(
-                    q, kv, weights, metadata, n, BLOCK_SIZE
+                    q, pages, of_heads, metadata, n, BLOCK_SIZE
                 )
                 total = logits if total is None else total.add_(logits)
         assert total is not None

@@ -19,7 +19,7 @@ from sparse_indexer.deep_gemm_api import (
     schedule_bytes,
 )
 from sparse_indexer.errors import mismatch
-from sparse_indexer.index_k import BLOCK_SIZE, IndexKPool
+from sparse_indexer.index_k import BLOCK_SIZE
 from sparse_indexer.lasting import Ready
 from sparse_indexer.plan import PrefillPlan
 from sparse_indexer.protocol import Candidates
@@ -85,9 +85,9 @@ class PairCandidates(Candidates):
         return held if own is plan or own.page_table is plan.page_table else None
 
 
-def pages_of(pool: IndexKPool) -> Pages:
-    """The shape of a pool."""
-    return Pages(pool.page_size, pool.num_pages)
+def pages_of(keys: torch.Tensor) -> Pages:
+    """The shape of a pool, of its pages as `DeepGemm.expect_pool` has them."""
+    return Pages(keys.shape[1], keys.shape[0])
 
 
 def least_bytes(plan: PrefillPlan, n: int, pages: Pages, *, kept: bool) -> int:
@@ -169,7 +169,6 @@ def row_pairs(plan: PrefillPlan) -> torch.Tensor:
     index = torch.arange(plan.num_rows, dtype=torch.int32, device=plan.device)
     if sum(map(bool, plan.rows_per_request)) == 1:
         return index >> 1
-    requests, first = plan.request_of_row, torch.zeros_like(index)
-    torch.mul(index[1:], requests[1:] != requests[:-1], out=first[1:])
-    first = first.cummax(0).values
+    requests = plan.request_of_row
+    first = (index * (requests != requests.roll(1, 0))).cummax(0).values  # row 0 is one anyway
     return (index + first) >> 1  # which is first + (index - first) // 2

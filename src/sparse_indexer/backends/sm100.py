@@ -66,7 +66,8 @@ class Sm100Indexer:
         topk_blocks: blocks of 8 positions a row publishes, a multiple of 4 of at most 4096.
         memory_budget: bytes of scratch beside inputs, outputs and what a publish returns, at most.
             That is a table of 4 bytes a block, and what DeepGEMM takes to schedule it, which is
-            about 9 bytes a block; some 30 bytes a row, and DeepGEMM's workspace, are not counted.
+            about 9 bytes a block; some 30 bytes a row, its head weights in DeepGEMM's dtype, and
+            DeepGEMM's workspace are not counted.
         deep_gemm: the module or an emulator of it; `None`: the package `deep_gemm`.
 
     Raises:
@@ -126,16 +127,17 @@ class Sm100Indexer:
         # of candidates are no others, and of as many blocks as may be needed.
         alike = not paged or api.rounds_alike(inputs.num_heads)
         together = out_positions is not None and alike and self.topk < n
+        keys = None
         if paged or (out_positions is not None and not together):
-            api.expect_pool(inputs)
+            keys = api.expect_pool(inputs)
         pages = None  # of candidates that are scored, not all selected
-        if isinstance(pool, IndexKPool) and paged and not self._selects_all(plan, n):
-            pages = pages_of(pool)
+        if keys is not None and not self._selects_all(plan, n):
+            pages = pages_of(keys)
         at_least = 0 if pages is None else least_bytes(plan, n, pages, kept=True)
         table = self._empty_table(plan.num_rows, n)
         needed = min(n * BLOCK_SIZE, self.topk) if together else n * BLOCK_SIZE
         for tile in self._tiles(inputs, needed, at_least):
-            self._publish(tile, table, out_positions if together else None)
+            self._publish(plan, tile, table, out_positions if together else None)
             del tile  # its keys, before others are gathered
         schedules = None if pages is None else self._schedules(plan, table, pages)
         candidates = PairCandidates(plan, table, schedules)
@@ -155,7 +157,7 @@ class Sm100Indexer:
         expect_call(self, inputs, out_positions, wanted=True)
         api, plan = self._deep_gemm, inputs.plan
         api.expect_dense(inputs)
-        pool = api.expect_pool(inputs)
+        keys = api.expect_pool(inputs)
         own = candidates if isinstance(candidates, PairCandidates) else None
         if own is not None and own.plan is plan:
             table = own.blocks
@@ -169,16 +171,17 @@ class Sm100Indexer:
             logits = unread_logits(plan.compressed_lens, n * BLOCK_SIZE)
             self._select(logits, plan, None, plan.compressed_lens, out_positions, blocks=table)
             return
-        pages, budget = pages_of(pool), self.memory_budget
+        pages, budget = pages_of(keys), self.memory_budget
         held = None
         if own is not None:
             held = own.schedules_for(plan, pages, budget=budget, num_sms=api.num_sms)
         tiles = scheduled_tiles(api, plan, table, pages, budget=budget)
+        queries = queries_of(inputs, torch.bfloat16)
         for tile in tiles if held is None else held.tiles:
-            queries = queries_of(inputs, tile.part)
-            logits = api.candidate_logits(queries, pool, tile.metadata, n)
+            its = queries.of(tile.part)
+            logits = api.candidate_logits(its, keys, tile.metadata, n)
             self._select(logits, plan, tile.part, tile.lens, out_positions, blocks=tile.table)
-            del queries, logits, tile  # before the next are made
+            del its, logits, tile  # before the next are made
 
     @no_grad
     def prefill_tail(self, candidates: Candidates, tail_lens: Sequence[int]) -> Candidates:
@@ -216,7 +219,11 @@ class Sm100Indexer:
         )
 
     def _publish(
-        self, tile: DenseTile, table: torch.Tensor, out_positions: torch.Tensor | None
+        self,
+        plan: PrefillPlan,
+        tile: DenseTile,
+        table: torch.Tensor,
+        out_positions: torch.Tensor | None,
     ) -> None:
         """The blocks of a tile's rows, and if wanted their positions, out of the same logits."""
         logits, lens = tile.logits(), tile.lens
@@ -234,7 +241,6 @@ class Sm100Indexer:
             unused=INT32_MAX,
         )
         if out_positions is not None:
-            plan = tile.inputs.plan
             self._select(logits, plan, tile.part, lens, out_positions, rows=tile.rows)
 
     def _select(
