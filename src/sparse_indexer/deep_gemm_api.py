@@ -185,7 +185,7 @@ class DeepGemm:
                 # A page alone has no stride.
                 (stride if pool.num_pages > 1 else 512 * size, _FP4_BYTES, _FP4_BYTES, 1),
             )
-        if not len(pages) and max(inputs.plan.context_lens, default=0):
+        if not pages.shape[0] and max(inputs.plan.context_lens, default=0):
             raise mismatch("index_k pages", "at least 1 page", "none")
         return pages
 

@@ -130,11 +130,12 @@ def dense_tiles(
             if rows is None and part.stop - part.start == plan.num_rows:
                 yield DenseTile(None, None, lens, width, api, queries, held)
                 continue
-            its = held
+            its, its_lens = held, lens[part]
             if held is not None:
-                its = held._replace(starts=held.starts[part], ends=held.ends[part])
+                its_ends = its_lens if held.ends is lens else held.ends[part]
+                its = _Keys(held.values, held.scales, held.starts[part], its_ends)
             its_rows, its_part = (None, part) if rows is None else (rows[part], None)
-            yield DenseTile(its_rows, its_part, lens[part], width, api, queries, its)
+            yield DenseTile(its_rows, its_part, its_lens, width, api, queries, its)
             del its
         del held  # before others are gathered
 

@@ -90,10 +90,9 @@ def pages_of(keys: torch.Tensor) -> Pages:
     return Pages(keys.shape[1], keys.shape[0])
 
 
-def least_bytes(plan: PrefillPlan, n: int, pages: Pages, *, kept: bool) -> int:
-    """What `scheduled_tiles` takes for the fewest rows."""
-    scratch = 0 if kept else schedule_bytes(_ROWS, n)
-    return _ROWS * _row_bytes(plan, n, pages) + scratch
+def least_bytes(plan: PrefillPlan, n: int, pages: Pages) -> int:
+    """What `scheduled_tiles` with `lasting` memory takes for the fewest rows."""
+    return _ROWS * _row_bytes(plan, n, pages)
 
 
 def scheduled_tiles(
@@ -120,15 +119,15 @@ def scheduled_tiles(
     assert plan.page_table is not None
     if not plan.num_rows:
         return
-    n, kept = table.shape[1], lasting is not None
-    least = least_bytes(plan, n, pages, kept=kept)
+    n = table.shape[1]
+    once, a_row = 0, _row_bytes(plan, n, pages)
+    if lasting is None:
+        once = schedule_bytes(0, n)
+        a_row += schedule_bytes(1, n) - once
+    least = once + _ROWS * a_row
     if budget < least:
         raise mismatch("memory_budget", f"at least {least} bytes", f"{budget}")
-    rows = budget // _row_bytes(plan, n, pages)
-    if not kept:
-        once = schedule_bytes(0, n)
-        rows = (budget - once) // (_row_bytes(plan, n, pages) + schedule_bytes(1, n) - once)
-    most = min(rows, MAX_ROWS) // _ROWS
+    most = min((budget - once) // a_row, MAX_ROWS) // _ROWS
     page_table, pairs = plan.page_table[:, : _columns(plan, pages)], row_pairs(plan)
     for part in even_tiles(0, plan.num_rows, unit=_ROWS, most=most):
         whole = part.stop - part.start == plan.num_rows
@@ -143,7 +142,7 @@ def scheduled_tiles(
             metadata = api.schedule(
                 blocks, lens=lens, pairs=ids, page_table=of_rows, page_size=pages.page_size
             )
-            if kept and not metadata.untyped_storage().resizable():
+            if lasting is not None and not metadata.untyped_storage().resizable():
                 metadata = metadata.clone()  # record_stream does nothing for memory of DLPack's
         del of_rows
         yield ScheduledTile(None if whole else part, lens, blocks, metadata)

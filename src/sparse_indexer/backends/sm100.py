@@ -133,7 +133,7 @@ class Sm100Indexer:
         pages = None  # of candidates that are scored, not all selected
         if keys is not None and not self._selects_all(plan, n):
             pages = pages_of(keys)
-        at_least = 0 if pages is None else least_bytes(plan, n, pages, kept=True)
+        at_least = 0 if pages is None else least_bytes(plan, n, pages)
         table = self._empty_table(plan.num_rows, n)
         needed = min(n * BLOCK_SIZE, self.topk) if together else n * BLOCK_SIZE
         for tile in self._tiles(inputs, needed, at_least):
@@ -227,7 +227,7 @@ class Sm100Indexer:
     ) -> None:
         """The blocks of a tile's rows, and if wanted their positions, out of the same logits."""
         logits, lens = tile.logits(), tile.lens
-        shape = (len(lens), -(-tile.width // BLOCK_SIZE))
+        shape = (lens.shape[0], -(-tile.width // BLOCK_SIZE))
         keys = torch.empty(shape, dtype=torch.float32, device=self.device)
         if shape[1] > self.topk_blocks:
             self._ops.block_keys(logits, lens, out=keys, skip_blocks=self.topk_blocks)
