@@ -145,7 +145,7 @@ def test_a_pool_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     pages = weakref.ref(fits.index_k.pages)
     del fits, layers
     assert pages() is None
-    assert not indexer._deep_gemm._pages
+    assert not indexer._deep_gemm._pools
 
 
 @pytest.mark.parametrize("version", VERSIONS)

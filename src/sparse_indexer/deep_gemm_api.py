@@ -40,6 +40,13 @@ _FUNCTIONS = (
 )
 
 
+class Pages(NamedTuple):
+    """The shape of a pool, which schedules are for."""
+
+    page_size: int
+    num_pages: int
+
+
 class Queries(NamedTuple):
     """A layer's queries, and what of them is made once: weights of 32 or 64 heads, the rest 0."""
 
@@ -137,7 +144,7 @@ class DeepGemm:
         self._chooses_dtype = "logits_dtype" in parameters
         self.logits_dtype = torch.float32 if self._chooses_dtype else torch.bfloat16
         self.page_alignment = 512 if self._chooses_dtype else 128
-        self._pages: WeakKeyDictionary[IndexKPool, torch.Tensor] = WeakKeyDictionary()
+        self._pools: WeakKeyDictionary[IndexKPool, tuple[torch.Tensor, Pages]] = WeakKeyDictionary()
 
     @property
     def num_sms(self) -> int:
@@ -169,25 +176,25 @@ class DeepGemm:
             most = f"at most {MAX_HEADS} heads ({_ANY})"
             raise mismatch("index_q values", most, f"{inputs.num_heads}")
 
-    def expect_pool(self, inputs: PrefillIndexerInputs) -> torch.Tensor:
-        """The pool's pages as `candidate_logits` reads them where they lie; `ValueError` if not.
+    def expect_pool(self, inputs: PrefillIndexerInputs) -> tuple[torch.Tensor, Pages]:
+        """The pool's keys as `candidate_logits` reads them where they lie; `ValueError` if not.
 
         A pool is looked at once.
         """
         pool = inputs.index_k
-        pages = self._pages.get(pool) if isinstance(pool, IndexKPool) else None
-        if pages is None:
+        known = self._pools.get(pool) if isinstance(pool, IndexKPool) else None
+        if known is None:
             self.check_pool(pool)
             assert isinstance(pool, IndexKPool)
-            size, stride = pool.page_size, pool.pages.stride(0)
-            pages = self._pages[pool] = pool.pages.as_strided(
-                (pool.num_pages, size, 1, _FP4_BYTES),
-                # A page alone has no stride.
-                (stride if pool.num_pages > 1 else 512 * size, _FP4_BYTES, _FP4_BYTES, 1),
+            size, pages = pool.page_size, pool.num_pages
+            stride = pool.pages.stride(0) if pages > 1 else 512 * size  # of one page: of none
+            keys = pool.pages.as_strided(
+                (pages, size, 1, _FP4_BYTES), (stride, _FP4_BYTES, _FP4_BYTES, 1)
             )
-        if not pages.shape[0] and max(inputs.plan.context_lens, default=0):
+            known = self._pools[pool] = keys, Pages(size, pages)
+        if not known[1].num_pages and max(inputs.plan.context_lens, default=0):
             raise mismatch("index_k pages", "at least 1 page", "none")
-        return pages
+        return known
 
     def check_pool(self, pool: IndexKPool | FlatIndexK) -> None:
         """`ValueError` unless `candidate_logits` reads such pages where they lie."""
@@ -276,7 +283,7 @@ class DeepGemm:
         return metadata
 
     def candidate_logits(
-        self, queries: Queries, pages: torch.Tensor, metadata: torch.Tensor, n: int
+        self, queries: Queries, keys: torch.Tensor, metadata: torch.Tensor, n: int
     ) -> torch.Tensor:
         """Logits of each row's scheduled blocks, `[rows, n * 8]` bfloat16.
 
@@ -284,12 +291,12 @@ class DeepGemm:
 
         Args:
             queries: with weights of bfloat16.
-            pages: of `expect_pool`.
+            keys: of `expect_pool`.
         """
         assert queries.scales is not None
-        rows, heads = queries.scales.shape
         parts = [(queries.values, queries.scales, queries.weights)]
-        if heads > CANDIDATE_HEADS:
+        if queries.weights.shape[1] > CANDIDATE_HEADS:
+            rows, heads = queries.weights.shape
             shape = (rows, heads // CANDIDATE_HEADS, CANDIDATE_HEADS)
             values = queries.values.view(*shape, -1).transpose(0, 1).contiguous()
             scales = queries.scales.view(shape).transpose(0, 1).contiguous()
@@ -300,7 +307,7 @@ class DeepGemm:
             for stored, codes, of_heads in parts:
                 q = (stored.unsqueeze(1), codes.unsqueeze(1))
                 logits: torch.Tensor = self._module.fp8_fp4_paged_sparse_mqa_logits(
-                    q, pages, of_heads, metadata, n, BLOCK_SIZE
+                    q, keys, of_heads, metadata, n, BLOCK_SIZE
                 )
                 total = logits if total is None else total.add_(logits)
         assert total is not None

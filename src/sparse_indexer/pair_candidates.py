@@ -15,6 +15,7 @@ from sparse_indexer.deep_gemm_api import (
     MAX_HEADS,
     MAX_ROWS,
     DeepGemm,
+    Pages,
     query_bytes,
     schedule_bytes,
 )
@@ -26,13 +27,6 @@ from sparse_indexer.protocol import Candidates
 from sparse_indexer.tiling import even_tiles
 
 _ROWS = 8  # a tile's rows are a multiple
-
-
-class Pages(NamedTuple):
-    """The shape of a pool, which schedules are for."""
-
-    page_size: int
-    num_pages: int
 
 
 class ScheduledTile(NamedTuple):
@@ -75,19 +69,14 @@ class PairCandidates(Candidates):
         """Let the current stream read the table, the plan and the schedules."""
         self.ready.wait(self._read)
 
-    def schedules_for(
+    def tiles_for(
         self, plan: PrefillPlan, pages: Pages, *, budget: int, num_sms: int
-    ) -> Schedules | None:
-        """The schedules, if they are those of a plan's rows over such pages, and small enough."""
+    ) -> list[ScheduledTile] | None:
+        """What is scheduled, if for such rows and pages, and in tiles that are small enough."""
         own, held = self.plan, self.schedules
         if held is None or held.pages != pages or held.budget > budget or held.num_sms != num_sms:
             return None
-        return held if own is plan or own.page_table is plan.page_table else None
-
-
-def pages_of(keys: torch.Tensor) -> Pages:
-    """The shape of a pool, of its pages as `DeepGemm.expect_pool` has them."""
-    return Pages(keys.shape[1], keys.shape[0])
+        return held.tiles if own is plan or own.page_table is plan.page_table else None
 
 
 def least_bytes(plan: PrefillPlan, n: int, pages: Pages) -> int:

@@ -14,7 +14,14 @@ from typing import Any
 
 import torch
 
-from sparse_indexer.deep_gemm_api import EMULATED, MAX_BLOCKS, DeepGemm, aligned, queries_of
+from sparse_indexer.deep_gemm_api import (
+    EMULATED,
+    MAX_BLOCKS,
+    DeepGemm,
+    Pages,
+    aligned,
+    queries_of,
+)
 from sparse_indexer.dense_tiles import DenseTile, dense_tiles, unread_logits
 from sparse_indexer.devices import resolve_device
 from sparse_indexer.errors import BackendUnavailable, expect_int, mismatch
@@ -23,11 +30,9 @@ from sparse_indexer.index_k import IndexKPool
 from sparse_indexer.inputs import BLOCK_SIZE, PrefillIndexerInputs
 from sparse_indexer.lasting import LastingMemory
 from sparse_indexer.pair_candidates import (
-    Pages,
     PairCandidates,
     Schedules,
     least_bytes,
-    pages_of,
     scheduled_tiles,
 )
 from sparse_indexer.plan import PrefillPlan
@@ -127,12 +132,11 @@ class Sm100Indexer:
         # of candidates are no others, and of as many blocks as may be needed.
         alike = not paged or api.rounds_alike(inputs.num_heads)
         together = out_positions is not None and alike and self.topk < n
-        keys = None
-        if paged or (out_positions is not None and not together):
-            keys = api.expect_pool(inputs)
         pages = None  # of candidates that are scored, not all selected
-        if keys is not None and not self._selects_all(plan, n):
-            pages = pages_of(keys)
+        if paged or (out_positions is not None and not together):
+            _, pages = api.expect_pool(inputs)
+        if self._selects_all(plan, n):
+            pages = None
         at_least = 0 if pages is None else least_bytes(plan, n, pages)
         table = self._empty_table(plan.num_rows, n)
         needed = min(n * BLOCK_SIZE, self.topk) if together else n * BLOCK_SIZE
@@ -157,7 +161,7 @@ class Sm100Indexer:
         expect_call(self, inputs, out_positions, wanted=True)
         api, plan = self._deep_gemm, inputs.plan
         api.expect_dense(inputs)
-        keys = api.expect_pool(inputs)
+        keys, pages = api.expect_pool(inputs)
         own = candidates if isinstance(candidates, PairCandidates) else None
         if own is not None and own.plan is plan:
             table = own.blocks
@@ -171,13 +175,11 @@ class Sm100Indexer:
             logits = unread_logits(plan.compressed_lens, n * BLOCK_SIZE)
             self._select(logits, plan, None, plan.compressed_lens, out_positions, blocks=table)
             return
-        pages, budget = pages_of(keys), self.memory_budget
-        held = None
+        budget, tiles = self.memory_budget, None
         if own is not None:
-            held = own.schedules_for(plan, pages, budget=budget, num_sms=api.num_sms)
-        tiles = scheduled_tiles(api, plan, table, pages, budget=budget)
+            tiles = own.tiles_for(plan, pages, budget=budget, num_sms=api.num_sms)
         queries = queries_of(inputs, torch.bfloat16)
-        for tile in tiles if held is None else held.tiles:
+        for tile in tiles or scheduled_tiles(api, plan, table, pages, budget=budget):
             its = queries.of(tile.part)
             logits = api.candidate_logits(its, keys, tile.metadata, n)
             self._select(logits, plan, tile.part, tile.lens, out_positions, blocks=tile.table)
