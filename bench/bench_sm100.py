@@ -3,7 +3,8 @@
 
 DeepGEMM is a stand-in with its signatures that computes nothing, so any GPU from capability 8.0 on
 will do. Host time: it returns tensors made before, so that all that is measured is ours, launches
-included. Memory: it allocates what DeepGEMM does. bench/README.md says what the columns mean.
+included; under `torch.inference_mode`, as engines call it, but for rows that say otherwise. Memory:
+it allocates what DeepGEMM does. bench/README.md says what the columns mean.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from sparse_indexer.testing import make_inputs, random_keys, random_queries, wit
 DEVICE = torch.device("cuda:0")
 CONTEXT, TOPK, BLOCKS = 262_144, 512, 2048
 ROWS = (128, 2048, 8192)
+GRADIENTS_ON = "select, gradients on"
 CALLS, BURST = 100, 4  # timed calls of each; as many without a synchronization
 CHUNK, CONSUMERS = 16_384, 4  # rows of a chunk, consumer layers: of the memory table
 MiB = 1 << 20
@@ -134,6 +136,7 @@ def host_us(call: Callable[[], object]) -> float:
 
 
 def host_rows() -> list[dict[str, Any]]:
+    of_rows(ROWS[0], 32)  # for the machine to warm up
     print("host time: case | rows | heads | calls | us | us a call | us of a further call")
     return [row for heads in (32, 64) for row in of_heads(heads)]
 
@@ -161,6 +164,7 @@ def of_rows(rows: int, heads: int) -> dict[str, tuple[int, float]]:
     out = torch.empty(rows, TOPK, dtype=torch.int32, device=DEVICE)
     candidates = indexer.publish_prefill(source)
     calls: dict[str, Callable[[], object]] = {
+        GRADIENTS_ON: lambda: indexer.select_prefill(candidates, consumer, out),
         "select": lambda: indexer.select_prefill(candidates, consumer, out),
         "publish": lambda: indexer.publish_prefill(source),
         "publish with own top-k": lambda: indexer.publish_prefill(source, out),
@@ -170,8 +174,9 @@ def of_rows(rows: int, heads: int) -> dict[str, tuple[int, float]]:
     measured = {}
     for case, call in calls.items():
         stub.calls = 0
-        call()
-        measured[case] = (max(stub.calls, 1), host_us(call))
+        with torch.inference_mode(case != GRADIENTS_ON):
+            call()
+            measured[case] = (max(stub.calls, 1), host_us(call))
     return measured
 
 

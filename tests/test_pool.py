@@ -141,6 +141,27 @@ def test_a_strided_pool_equals_its_copy(
     assert_stored(pool.read(slots), keys)
 
 
+@pytest.mark.parametrize("form", ["fp4", "fp8"])
+@EVERY_LAYOUT
+@pytest.mark.parametrize(("start", "spare"), [(0, 0), (4, 32), (0, 1), (1, 0), (2, 4)])
+def test_whole_pages_are_gathered(form: str, layout: str, start: int, spare: int) -> None:
+    """Wherever they lie: scales need not be aligned."""
+    size = page_bytes(form, 8)
+    generator = torch.Generator().manual_seed(5)
+    length = start + PAGES * (size + spare)
+    storage = torch.randint(0, 256, (length,), dtype=torch.uint8, generator=generator)
+    pages = storage.as_strided((PAGES, size), (size + spare, 1), start)
+    pool = IndexKPool(pages, 8, form, layout)
+    chosen = torch.tensor([PAGES - 1, 0, PAGES - 1], dtype=torch.int32)
+    values, scales = pool.read_pages(chosen)
+    want = pool.read((chosen[:, None] * 8 + torch.arange(8)).flatten())
+    assert values.is_contiguous()
+    assert scales.is_contiguous()
+    assert (values.dtype, scales.dtype) == (want.values.dtype, want.scales.dtype)
+    assert torch.equal(raw(values), raw(want.values).view(raw(values).shape))
+    assert torch.equal(raw(scales), raw(want.scales).view(raw(scales).shape))
+
+
 @pytest.mark.parametrize("gapped", [False, True], ids=["many pages", "distant pages"])
 @EVERY_LAYOUT
 def test_pages_lie_beyond_2_to_the_31_bytes(layout: str, gapped: bool) -> None:

@@ -5,6 +5,7 @@ import importlib
 import inspect
 import re
 import sys
+import weakref
 from types import SimpleNamespace
 
 import msgspec
@@ -120,6 +121,31 @@ def test_pages_at_another_address_are_refused() -> None:
     moved = with_pages(source, 4608, offset=8)
     message = r"^index_k pages: expected at a multiple of 16 bytes, got another address$"
     refuses(sm100("0.2.5"), (moved, moved), message)
+
+
+def test_a_pool_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of other pages is another pool; nobody else keeps its pages alive."""
+    source, consumer = exact_layers(LENS)
+    fits, looked_at, check = with_pages(source, 4608), [], DeepGemm.check_pool
+
+    def checking(api: DeepGemm, pool: IndexKPool) -> None:
+        looked_at.append(pool.pages.data_ptr())
+        check(api, pool)
+
+    monkeypatch.setattr(DeepGemm, "check_pool", checking)
+    indexer, want = sm100("0.2.5"), run(mask(), source, consumer)
+    layers = [
+        PrefillIndexerInputs(x.plan, x.index_q, x.head_weights, fits.index_k)
+        for x in (source, consumer)
+    ]
+    assert same(run(indexer, *layers), want)
+    assert looked_at == [fits.index_k.pages.data_ptr()]
+    with pytest.raises(ValueError, match=r"^index_k pages: expected at a multiple of 16 bytes"):
+        indexer.publish_prefill(with_pages(source, 4608, offset=8))
+    pages = weakref.ref(fits.index_k.pages)
+    del fits, layers
+    assert pages() is None
+    assert not indexer._deep_gemm._pools
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
+from sparse_indexer.devices import current
 from sparse_indexer.errors import BackendUnavailable, describe, mismatch
 from sparse_indexer.formats import FORMATS, HEAD_DIM, INT32_MAX
 from sparse_indexer.index_k import BLOCK_SIZE, FlatIndexK, IndexKPool
@@ -39,12 +40,41 @@ _FUNCTIONS = (
 )
 
 
-class Queries(NamedTuple):
-    """Queries of some rows, padded to 32 or 64 heads of weight 0, as kernels read them."""
+class Pages(NamedTuple):
+    """The shape of a pool, which schedules are for."""
 
-    values: torch.Tensor  # [rows, heads, 64] int8 (fp4) or [rows, heads, 128] float8_e4m3fn
+    page_size: int
+    num_pages: int
+
+
+class Queries(NamedTuple):
+    """A layer's queries, and what of them is made once: weights of 32 or 64 heads, the rest 0."""
+
+    values: torch.Tensor  # [rows, heads, 64] (fp4) or [rows, heads, 128] (fp8) int8
     scales: torch.Tensor | None  # [rows, heads] int32 (fp4)
-    weights: torch.Tensor  # [rows, heads] float32 or bfloat16, an fp8 scale in them
+    weights: torch.Tensor  # [rows, 32 or 64] as kernels read them, an fp8 scale in them
+
+    def of(self, rows: slice | torch.Tensor | None) -> Queries:
+        """Those of `rows`, a slice or `[n]` int32, or of all, with as many heads as weights.
+
+        Kernels read them; values are float8_e4m3fn if fp8. Not copied where they need not be.
+        """
+        values, scales, weights = self
+        if rows is not None:
+            values, weights = _some(values, rows), _some(weights, rows)
+            scales = None if scales is None else _some(scales, rows)
+        rest = weights.shape[1] - values.shape[1]
+        if rest:
+            values = torch.nn.functional.pad(values, (0, 0, 0, rest))
+            scales = None if scales is None else torch.nn.functional.pad(scales, (0, rest))
+        values = aligned(values)
+        if scales is None:
+            return Queries(values.view(torch.float8_e4m3fn), None, weights)
+        return Queries(values, aligned(scales), weights)
+
+
+def _some(tensor: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:
+    return tensor[rows] if isinstance(rows, slice) else torch.index_select(tensor, 0, rows)
 
 
 def query_bytes(heads: int) -> int:
@@ -57,39 +87,22 @@ def padded_heads(heads: int) -> int:
     return CANDIDATE_HEADS if heads <= CANDIDATE_HEADS else MAX_HEADS
 
 
-def queries_of(inputs: PrefillIndexerInputs, rows: slice | torch.Tensor | None) -> Queries:
-    """The queries of `rows`, a slice or `[n]` int32, or of all; not copied where they need not be.
-
-    Kernels read weights in bfloat16 or float32, as the caller converts them.
-    """
+def queries_of(inputs: PrefillIndexerInputs, dtype: torch.dtype) -> Queries:
+    """A layer's queries, with weights of `dtype`."""
     index_q: IndexQ = inputs.index_q
-    values, scales, weights = index_q.values, index_q.scales, inputs.head_weights
-    if rows is not None:
-        values, weights = values[rows], weights[rows]
-        scales = None if scales is None else scales[rows]
-    packed = values.dtype == torch.uint8
-    if not packed and scales is not None:
+    scales, weights = index_q.scales, inputs.head_weights
+    if scales is not None and index_q.values.dtype != torch.uint8:
         weights, scales = weights * scales, None
     rest = padded_heads(inputs.num_heads) - inputs.num_heads
-    stored = values.view(torch.int8)
     if rest:
-        stored = torch.nn.functional.pad(stored, (0, 0, 0, rest))
         weights = torch.nn.functional.pad(weights, (0, rest))
-        scales = None if scales is None else torch.nn.functional.pad(scales, (0, rest))
-    stored = aligned(stored)
-    scales = None if scales is None else aligned(scales)
-    return Queries(stored if packed else stored.view(torch.float8_e4m3fn), scales, weights)
+    return Queries(index_q.values.view(torch.int8), scales, aligned(weights.to(dtype)))
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
     """Contiguous, at a multiple of 16 bytes, as kernels read it; as a rule it is that already."""
     tensor = tensor.contiguous()
     return tensor.clone() if tensor.data_ptr() % 16 else tensor
-
-
-def _device_of(tensor: torch.Tensor) -> AbstractContextManager[None]:
-    """The tensor's GPU as the current one; nothing on a CPU."""
-    return torch.cuda.device_of(tensor)  # type: ignore[no-untyped-call]
 
 
 def schedule_bytes(rows: int, n: int) -> int:
@@ -131,6 +144,7 @@ class DeepGemm:
         self._chooses_dtype = "logits_dtype" in parameters
         self.logits_dtype = torch.float32 if self._chooses_dtype else torch.bfloat16
         self.page_alignment = 512 if self._chooses_dtype else 128
+        self._pools: WeakKeyDictionary[IndexKPool, tuple[torch.Tensor, Pages]] = WeakKeyDictionary()
 
     @property
     def num_sms(self) -> int:
@@ -162,14 +176,25 @@ class DeepGemm:
             most = f"at most {MAX_HEADS} heads ({_ANY})"
             raise mismatch("index_q values", most, f"{inputs.num_heads}")
 
-    def expect_pool(self, inputs: PrefillIndexerInputs) -> IndexKPool:
-        """The pool, if `candidate_logits` reads it where it lies; `ValueError` if not."""
+    def expect_pool(self, inputs: PrefillIndexerInputs) -> tuple[torch.Tensor, Pages]:
+        """The pool's keys as `candidate_logits` reads them where they lie; `ValueError` if not.
+
+        A pool is looked at once.
+        """
         pool = inputs.index_k
-        self.check_pool(pool)
-        assert isinstance(pool, IndexKPool)
-        if not pool.num_pages and max(inputs.plan.context_lens, default=0):
+        known = self._pools.get(pool) if isinstance(pool, IndexKPool) else None
+        if known is None:
+            self.check_pool(pool)
+            assert isinstance(pool, IndexKPool)
+            size, pages = pool.page_size, pool.num_pages
+            stride = pool.pages.stride(0) if pages > 1 else 512 * size  # of one page: of none
+            keys = pool.pages.as_strided(
+                (pages, size, 1, _FP4_BYTES), (stride, _FP4_BYTES, _FP4_BYTES, 1)
+            )
+            known = self._pools[pool] = keys, Pages(size, pages)
+        if not known[1].num_pages and max(inputs.plan.context_lens, default=0):
             raise mismatch("index_k pages", "at least 1 page", "none")
-        return pool
+        return known
 
     def check_pool(self, pool: IndexKPool | FlatIndexK) -> None:
         """`ValueError` unless `candidate_logits` reads such pages where they lie."""
@@ -214,6 +239,7 @@ class DeepGemm:
 
         Args:
             keys: `[n, 64]` int8 and `[n]` int32 (fp4), or `[n, 128]` float8_e4m3fn and float32.
+            queries: with weights of `logits_dtype`.
             starts, ends: `[rows]` int32, apart by at most `width`.
 
         Returns:
@@ -221,11 +247,11 @@ class DeepGemm:
             is there past a row's keys.
         """
         older = {"logits_dtype": self.logits_dtype} if self._chooses_dtype else {}
-        with _device_of(starts):
+        with current(starts.device):
             logits: torch.Tensor = self._module.fp8_fp4_mqa_logits(
                 (queries.values, queries.scales),
                 keys,
-                aligned(queries.weights.to(self.logits_dtype)),
+                queries.weights,
                 starts,
                 ends,
                 max_seqlen_k=width,
@@ -250,39 +276,38 @@ class DeepGemm:
             pairs: `[rows]` int32: neighbors of equal id, at most two, are scored together.
             page_table: `[rows, pages]` int32, contiguous: that of a pair's first row is read.
         """
-        with _device_of(lens):
+        with current(lens.device):
             metadata: torch.Tensor = self._module.get_paged_sparse_mqa_logits_metadata(
                 lens, page_table, pairs, page_size, blocks, torch.int8, BLOCK_SIZE
             )
         return metadata
 
     def candidate_logits(
-        self, queries: Queries, pool: IndexKPool, metadata: torch.Tensor, n: int
+        self, queries: Queries, keys: torch.Tensor, metadata: torch.Tensor, n: int
     ) -> torch.Tensor:
         """Logits of each row's scheduled blocks, `[rows, n * 8]` bfloat16.
 
         Sums of more than 32 heads are added up in bfloat16.
+
+        Args:
+            queries: with weights of bfloat16.
+            keys: of `expect_pool`.
         """
         assert queries.scales is not None
-        rows, heads = queries.scales.shape
-        weights = aligned(queries.weights.to(torch.bfloat16))
-        parts = [(queries.values, queries.scales, weights)]
-        if heads > CANDIDATE_HEADS:
+        parts = [(queries.values, queries.scales, queries.weights)]
+        if queries.weights.shape[1] > CANDIDATE_HEADS:
+            rows, heads = queries.weights.shape
             shape = (rows, heads // CANDIDATE_HEADS, CANDIDATE_HEADS)
             values = queries.values.view(*shape, -1).transpose(0, 1).contiguous()
             scales = queries.scales.view(shape).transpose(0, 1).contiguous()
-            parts = list(zip(values, scales, weights.chunk(shape[1], 1), strict=True))
-        pages, size = pool.pages, pool.page_size
-        stride = pages.stride(0) if pool.num_pages > 1 else 512 * size  # of one page: of none
-        kv = pages.as_strided(
-            (pages.shape[0], size, 1, _FP4_BYTES), (stride, _FP4_BYTES, _FP4_BYTES, 1)
-        )
+            weights = queries.weights.chunk(shape[1], 1)
+            parts = list(zip(values, scales, weights, strict=True))
         total: torch.Tensor | None = None
-        with _device_of(metadata):
-            for values, scales, weights in parts:
-                q = (values.unsqueeze(1), scales.unsqueeze(1))
+        with current(metadata.device):
+            for stored, codes, of_heads in parts:
+                q = (stored.unsqueeze(1), codes.unsqueeze(1))
                 logits: torch.Tensor = self._module.fp8_fp4_paged_sparse_mqa_logits(
-                    q, kv, weights, metadata, n, BLOCK_SIZE
+                    q, keys, of_heads, metadata, n, BLOCK_SIZE
                 )
                 total = logits if total is None else total.add_(logits)
         assert total is not None

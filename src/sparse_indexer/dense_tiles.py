@@ -9,7 +9,14 @@ from typing import NamedTuple
 
 import torch
 
-from sparse_indexer.deep_gemm_api import DeepGemm, aligned, padded_heads, queries_of, query_bytes
+from sparse_indexer.deep_gemm_api import (
+    DeepGemm,
+    Queries,
+    aligned,
+    padded_heads,
+    queries_of,
+    query_bytes,
+)
 from sparse_indexer.errors import mismatch
 from sparse_indexer.formats import FORMATS
 from sparse_indexer.index_k import BLOCK_SIZE, FlatIndexK, IndexKPool
@@ -36,16 +43,16 @@ class DenseTile(NamedTuple):
     lens: torch.Tensor  # [n] int32: positions each sees
     width: int  # columns of logits, at least what any of the rows sees
     api: DeepGemm
-    inputs: PrefillIndexerInputs
+    queries: Queries | None  # of all rows of the plan
     keys: _Keys | None  # None: no logit is needed
 
     def logits(self) -> torch.Tensor:
         """`[n, width]`, whatever is there past a row's length; the caller lets go of it."""
-        keys = self.keys
-        if keys is None:
+        keys, queries = self.keys, self.queries
+        if keys is None or queries is None:
             return unread_logits(self.lens, self.width)
         return self.api.dense_logits(
-            queries_of(self.inputs, self.part if self.rows is None else self.rows),
+            queries.of(self.part if self.rows is None else self.rows),
             (keys.values, keys.scales),
             starts=keys.starts,
             ends=keys.ends,
@@ -106,25 +113,29 @@ def dense_tiles(
     several = sum(map(bool, counts)) > 1 and max(contexts) > needed_beyond
     if several or len(groups) > 1:
         order = plan.rows_by_request()
-        rows, lens, requests = order.to(torch.int32), lens[order], requests[order]
+        rows = order.to(torch.int32)
+        lens, requests = (torch.index_select(x, 0, rows) for x in (lens, requests))
     ends = list(accumulate(counts))
+    queries: Queries | None = None
     for begin, end, positions, _ in groups:
         first, stop = ends[begin] - counts[begin], ends[end - 1]
         longest = max(contexts[begin:end])
         held = None
         if longest > needed_beyond:
+            queries = queries or queries_of(inputs, api.logits_dtype)
             held = _flat_keys(inputs, requests, lens, begin, end, longest)
         free, width = budget - positions * key_bytes, max(longest, BLOCK_SIZE)
         most = max(free // row_bytes(width) // _ROWS, 1)
         for part in even_tiles(first, stop, unit=_ROWS, most=most):
             if rows is None and part.stop - part.start == plan.num_rows:
-                yield DenseTile(None, None, lens, width, api, inputs, held)
+                yield DenseTile(None, None, lens, width, api, queries, held)
                 continue
-            its = held
+            its, its_lens = held, lens[part]
             if held is not None:
-                its = held._replace(starts=held.starts[part], ends=held.ends[part])
+                its_ends = its_lens if held.ends is lens else held.ends[part]
+                its = _Keys(held.values, held.scales, held.starts[part], its_ends)
             its_rows, its_part = (None, part) if rows is None else (rows[part], None)
-            yield DenseTile(its_rows, its_part, lens[part], width, api, inputs, its)
+            yield DenseTile(its_rows, its_part, its_lens, width, api, queries, its)
             del its
         del held  # before others are gathered
 
@@ -158,9 +169,13 @@ def _flat_keys(
     values, scales = keys.read_pages(pages)
     # Slots of no position hold anything; a position without a page has the scale NaN.
     missing = -1 if scales.dtype == torch.int32 else torch.nan  # ue8m0 255 is NaN
-    scales.masked_fill_((table != pages)[:, None], missing)
-    starts = (requests - begin) * (columns * keys.page_size)
-    return _Keys(_signed(values.flatten(0, 1)), scales.flatten(), starts, starts + lens)
+    scales.masked_fill_((table != pages).unsqueeze(1), missing)
+    values, scales = _signed(values.flatten(0, 1)), scales.flatten()
+    starts = requests - begin if begin else requests  # of requests; one alone begins at 0
+    if end - begin == 1:
+        return _Keys(values, scales, starts, lens)
+    starts = starts * (columns * keys.page_size)
+    return _Keys(values, scales, starts, starts + lens)
 
 
 def _signed(values: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from contextlib import AbstractContextManager
+
 import torch
 
 from sparse_indexer.errors import describe, mismatch
@@ -29,6 +32,16 @@ def resolve_device(device: torch.device | str) -> torch.device:
     if index >= count:
         raise mismatch("device", f"cuda:0 to cuda:{count - 1}", str(where))
     return torch.device("cuda", index)
+
+
+_AS_IT_IS = contextlib.nullcontext()
+
+
+def current(device: torch.device) -> AbstractContextManager[None]:
+    """A block in which a GPU is the current one; nothing is done if it is that, or for a CPU."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _AS_IT_IS
+    return torch.cuda.device(device)
 
 
 def no_autocast(device: torch.device) -> torch.autocast:

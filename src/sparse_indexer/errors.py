@@ -65,7 +65,7 @@ def expect_tensor(
     """
     if (
         not isinstance(tensor, torch.Tensor)
-        or not _shape_fits(tuple(tensor.shape), shape)
+        or not _shape_fits(tensor.shape, shape)
         or tensor.dtype not in dtypes
         or (device is not None and tensor.device != device)
     ):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Literal, NamedTuple
 
@@ -31,7 +32,7 @@ class StoredKeys(NamedTuple):
     scales: torch.Tensor | None  # [n] fp32 (fp8) or int32 (fp4: four ue8m0 codes)
 
 
-class IndexKPool(msgspec.Struct, frozen=True, eq=False):
+class IndexKPool(msgspec.Struct, frozen=True, eq=False, dict=True, weakref=True):
     """Index keys in pages.
 
     `page_size` positions a page, a multiple of 8. A page holds `page_size * bytes_per_position`
@@ -113,7 +114,7 @@ class IndexKPool(msgspec.Struct, frozen=True, eq=False):
 
     def read(self, slots: torch.Tensor) -> StoredKeys:
         """Gather the keys of `slots` (`[n]` int64, page * page_size + offset, all in range)."""
-        values, scales = _views(self)
+        values, scales = self._views
         page, offset = slots // self.page_size, slots % self.page_size
         spec = FORMATS[self.format]
         stored = values[page, offset].view(spec.values_dtype)
@@ -128,12 +129,11 @@ class IndexKPool(msgspec.Struct, frozen=True, eq=False):
             `[n, page_size, ...]` values and `[n, page_size]` scales, contiguous.
         """
         spec = FORMATS[self.format]
-        values, scales = _views(self)
-        assert scales is not None
-        assert spec.scales_dtype is not None
-        stored = torch.index_select(values, 0, pages).view(spec.values_dtype)
-        of_them = torch.index_select(scales, 0, pages).view(spec.scales_dtype)
-        return stored, of_them.squeeze(-1)
+        values = torch.index_select(self._views[0], 0, pages)
+        scales = torch.index_select(self._scales, 0, pages)
+        if values.dtype != spec.values_dtype:
+            values = values.view(spec.values_dtype)
+        return values, scales if scales.ndim == 2 else _as_scales(scales, spec)
 
     def write(self, slots: torch.Tensor, keys: torch.Tensor | FlatIndexK) -> None:
         """Store keys at `slots` (`[n]` int32 or int64, page * page_size + offset).
@@ -163,10 +163,37 @@ class IndexKPool(msgspec.Struct, frozen=True, eq=False):
         kept = (slots >= 0) & (slots < total)
         places = slots[kept].to(torch.int64)
         page, offset = places // self.page_size, places % self.page_size
-        values, scales = _views(self)
+        values, scales = self._views
         values[page, offset] = stored.values.view(values.dtype)[kept]
         if scales is not None and stored.scales is not None:
             scales[page, offset] = stored.scales[:, None].view(torch.uint8)[kept]
+
+    @functools.cached_property
+    def _views(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The storage as values `[pages, page_size, ...]` and scale bytes `[.., 4]`, no copy."""
+        spec, pages = FORMATS[self.format], self.pages
+        shape = (self.num_pages, self.page_size)
+        start, stride = pages.storage_offset(), pages.stride(0)
+        if not spec.scale_bytes:
+            return pages.as_strided((*shape, HEAD_DIM), (stride, HEAD_DIM, 1), start), None
+        if self.layout == "planar":
+            steps = (spec.payload_bytes, spec.scale_bytes)
+            offset = self.page_size * spec.payload_bytes
+        else:
+            steps = (_position_bytes(spec),) * 2
+            offset = spec.payload_bytes
+        values = pages.as_strided((*shape, spec.payload_bytes), (stride, steps[0], 1), start)
+        scales = pages.as_strided((*shape, spec.scale_bytes), (stride, steps[1], 1), start + offset)
+        return values, scales
+
+    @functools.cached_property
+    def _scales(self) -> torch.Tensor:
+        """The scales, `[pages, page_size]` of their dtype; scale bytes if they are not aligned."""
+        scales = self._views[1]
+        assert scales is not None
+        places = (scales.data_ptr(), scales.storage_offset(), *scales.stride()[:2])
+        aligned = all(place % scales.shape[-1] == 0 for place in places)
+        return _as_scales(scales, FORMATS[self.format]) if aligned else scales
 
 
 class FlatIndexK(msgspec.Struct, frozen=True, eq=False):
@@ -227,19 +254,7 @@ def _position_bytes(spec: FormatSpec) -> int:
     return spec.payload_bytes + spec.scale_bytes
 
 
-def _views(pool: IndexKPool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The pool's storage as values `[pages, page_size, ...]` and scale bytes `[.., 4]`, no copy."""
-    spec, pages = FORMATS[pool.format], pool.pages
-    shape = (pool.num_pages, pool.page_size)
-    start, stride = pages.storage_offset(), pages.stride(0)
-    if not spec.scale_bytes:
-        return pages.as_strided((*shape, HEAD_DIM), (stride, HEAD_DIM, 1), start), None
-    if pool.layout == "planar":
-        steps = (spec.payload_bytes, spec.scale_bytes)
-        offset = pool.page_size * spec.payload_bytes
-    else:
-        steps = (_position_bytes(spec),) * 2
-        offset = spec.payload_bytes
-    values = pages.as_strided((*shape, spec.payload_bytes), (stride, steps[0], 1), start)
-    scales = pages.as_strided((*shape, spec.scale_bytes), (stride, steps[1], 1), start + offset)
-    return values, scales
+def _as_scales(scales: torch.Tensor, spec: FormatSpec) -> torch.Tensor:
+    """Scale bytes `[.., 4]` as `[..]` of the scales' dtype."""
+    assert spec.scales_dtype is not None
+    return scales.view(spec.scales_dtype).squeeze(-1)

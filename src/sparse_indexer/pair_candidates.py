@@ -15,24 +15,18 @@ from sparse_indexer.deep_gemm_api import (
     MAX_HEADS,
     MAX_ROWS,
     DeepGemm,
+    Pages,
     query_bytes,
     schedule_bytes,
 )
 from sparse_indexer.errors import mismatch
-from sparse_indexer.index_k import BLOCK_SIZE, IndexKPool
+from sparse_indexer.index_k import BLOCK_SIZE
 from sparse_indexer.lasting import Ready
 from sparse_indexer.plan import PrefillPlan
 from sparse_indexer.protocol import Candidates
 from sparse_indexer.tiling import even_tiles
 
 _ROWS = 8  # a tile's rows are a multiple
-
-
-class Pages(NamedTuple):
-    """The shape of a pool, which schedules are for."""
-
-    page_size: int
-    num_pages: int
 
 
 class ScheduledTile(NamedTuple):
@@ -75,25 +69,19 @@ class PairCandidates(Candidates):
         """Let the current stream read the table, the plan and the schedules."""
         self.ready.wait(self._read)
 
-    def schedules_for(
+    def tiles_for(
         self, plan: PrefillPlan, pages: Pages, *, budget: int, num_sms: int
-    ) -> Schedules | None:
-        """The schedules, if they are those of a plan's rows over such pages, and small enough."""
+    ) -> list[ScheduledTile] | None:
+        """What is scheduled, if for such rows and pages, and in tiles that are small enough."""
         own, held = self.plan, self.schedules
         if held is None or held.pages != pages or held.budget > budget or held.num_sms != num_sms:
             return None
-        return held if own is plan or own.page_table is plan.page_table else None
+        return held.tiles if own is plan or own.page_table is plan.page_table else None
 
 
-def pages_of(pool: IndexKPool) -> Pages:
-    """The shape of a pool."""
-    return Pages(pool.page_size, pool.num_pages)
-
-
-def least_bytes(plan: PrefillPlan, n: int, pages: Pages, *, kept: bool) -> int:
-    """What `scheduled_tiles` takes for the fewest rows."""
-    scratch = 0 if kept else schedule_bytes(_ROWS, n)
-    return _ROWS * _row_bytes(plan, n, pages) + scratch
+def least_bytes(plan: PrefillPlan, n: int, pages: Pages) -> int:
+    """What `scheduled_tiles` with `lasting` memory takes for the fewest rows."""
+    return _ROWS * _row_bytes(plan, n, pages)
 
 
 def scheduled_tiles(
@@ -120,15 +108,15 @@ def scheduled_tiles(
     assert plan.page_table is not None
     if not plan.num_rows:
         return
-    n, kept = table.shape[1], lasting is not None
-    least = least_bytes(plan, n, pages, kept=kept)
+    n = table.shape[1]
+    once, a_row = 0, _row_bytes(plan, n, pages)
+    if lasting is None:
+        once = schedule_bytes(0, n)
+        a_row += schedule_bytes(1, n) - once
+    least = once + _ROWS * a_row
     if budget < least:
         raise mismatch("memory_budget", f"at least {least} bytes", f"{budget}")
-    rows = budget // _row_bytes(plan, n, pages)
-    if not kept:
-        once = schedule_bytes(0, n)
-        rows = (budget - once) // (_row_bytes(plan, n, pages) + schedule_bytes(1, n) - once)
-    most = min(rows, MAX_ROWS) // _ROWS
+    most = min((budget - once) // a_row, MAX_ROWS) // _ROWS
     page_table, pairs = plan.page_table[:, : _columns(plan, pages)], row_pairs(plan)
     for part in even_tiles(0, plan.num_rows, unit=_ROWS, most=most):
         whole = part.stop - part.start == plan.num_rows
@@ -143,7 +131,7 @@ def scheduled_tiles(
             metadata = api.schedule(
                 blocks, lens=lens, pairs=ids, page_table=of_rows, page_size=pages.page_size
             )
-            if kept and not metadata.untyped_storage().resizable():
+            if lasting is not None and not metadata.untyped_storage().resizable():
                 metadata = metadata.clone()  # record_stream does nothing for memory of DLPack's
         del of_rows
         yield ScheduledTile(None if whole else part, lens, blocks, metadata)
@@ -169,7 +157,6 @@ def row_pairs(plan: PrefillPlan) -> torch.Tensor:
     index = torch.arange(plan.num_rows, dtype=torch.int32, device=plan.device)
     if sum(map(bool, plan.rows_per_request)) == 1:
         return index >> 1
-    requests, first = plan.request_of_row, torch.zeros_like(index)
-    torch.mul(index[1:], requests[1:] != requests[:-1], out=first[1:])
-    first = first.cummax(0).values
+    requests = plan.request_of_row
+    first = (index * (requests != requests.roll(1, 0))).cummax(0).values  # row 0 is one anyway
     return (index + first) >> 1  # which is first + (index - first) // 2

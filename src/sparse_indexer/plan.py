@@ -122,6 +122,8 @@ class PrefillPlan(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
     def rows_by_request(self) -> torch.Tensor:
         """`[rows]` int64: row indices, request after request, ascending within each."""
+        if sum(map(bool, self.rows_per_request)) == 1:
+            return torch.arange(self.num_rows, device=self.device)
         return torch.argsort(self.request_of_row, stable=True)
 
     def tail_rows(self, tail_lens: Sequence[int]) -> torch.Tensor:
@@ -140,8 +142,11 @@ class PrefillPlan(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         ends = accumulate(self.rows_per_request)
         for i, (end, rows) in enumerate(zip(ends, self.rows_per_request, strict=True)):
             tail = expect_int(f"tail_lens[{i}]", tail_lens[i], 0, rows)
-            kept.append(by_request[end - tail : end])
-        return torch.cat(kept).sort().values if kept else by_request
+            if tail:
+                kept.append(by_request[end - tail : end])
+        if len(kept) > 1:
+            return torch.cat(kept).sort().values
+        return kept[0] if kept else by_request[:0]
 
     def tail(self, tail_lens: Sequence[int]) -> PrefillPlan:
         """The plan of `tail_rows(tail_lens)` alone; requests and their keys stay as they are.
@@ -162,8 +167,8 @@ class PrefillPlan(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             ValueError: as the plan itself.
         """
         return PrefillPlan(
-            compressed_lens=self.compressed_lens[rows],
-            request_of_row=self.request_of_row[rows],
+            compressed_lens=torch.index_select(self.compressed_lens, 0, rows),
+            request_of_row=torch.index_select(self.request_of_row, 0, rows),
             rows_per_request=rows_per_request,
             context_lens=self.context_lens,
             page_table=self.page_table,

@@ -16,13 +16,17 @@ The rules of a selection (bit for bit given the same logits):
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import ParamSpec, Protocol, TypeVar
 
 import torch
 
 from sparse_indexer.errors import describe, expect_tensor, mismatch
 from sparse_indexer.inputs import PrefillIndexerInputs, PrefillPlan, expect_out_positions
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 
 class Candidates:
@@ -99,6 +103,17 @@ class CandidateIndexer(Protocol):
             out_positions: `[rows, topk]` int32, fully written.
         """
         ...
+
+
+def no_grad(method: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """`torch.no_grad` of a method, which costs nothing where engines call it: without gradients."""
+    without = torch.no_grad()(method)
+
+    @wraps(method)
+    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        return (without if torch.is_grad_enabled() else method)(*args, **kwargs)
+
+    return call
 
 
 def expect_call(

@@ -16,7 +16,13 @@ from sparse_indexer.devices import resolve_device
 from sparse_indexer.errors import expect_int, mismatch
 from sparse_indexer.formats import HEAD_DIM, INT32_MAX
 from sparse_indexer.inputs import BLOCK_SIZE, PrefillIndexerInputs
-from sparse_indexer.protocol import Candidates, expect_call, expect_candidates, expect_published
+from sparse_indexer.protocol import (
+    Candidates,
+    expect_call,
+    expect_candidates,
+    expect_published,
+    no_grad,
+)
 from sparse_indexer.torch_ops.block_keys import block_keys, published
 from sparse_indexer.torch_ops.index_k import index_k
 from sparse_indexer.torch_ops.logits import QUERIES_AT_ONCE, logits
@@ -79,7 +85,7 @@ class MaskIndexer:
             raise mismatch("accumulate", "torch.float32 or torch.float64", str(accumulate))
         self.accumulate = accumulate
 
-    @torch.no_grad()
+    @no_grad
     def publish_prefill(
         self, inputs: PrefillIndexerInputs, out_positions: torch.Tensor | None = None
     ) -> Candidates:
@@ -107,7 +113,7 @@ class MaskIndexer:
             self.select_prefill(candidates, inputs, out_positions)
         return candidates
 
-    @torch.no_grad()
+    @no_grad
     def select_prefill(
         self, candidates: Candidates, inputs: PrefillIndexerInputs, out_positions: torch.Tensor
     ) -> None:
@@ -129,7 +135,7 @@ class MaskIndexer:
         rows = candidates.plan.tail_rows(tail_lens)
         return Candidates(blocks[rows], candidates.plan.tail(tail_lens))
 
-    @torch.no_grad()
+    @no_grad
     def topk_prefill(self, inputs: PrefillIndexerInputs, out_positions: torch.Tensor) -> None:
         """See `CandidateIndexer.topk_prefill`."""
         expect_call(self, inputs, out_positions, wanted=True)
@@ -139,7 +145,7 @@ class MaskIndexer:
                 best = merge(best, pack(order, _visible(tile, start, order), start))
             self._write(inputs, tile, best, out_positions)
 
-    @torch.no_grad()
+    @no_grad
     def dense_logits(self, inputs: PrefillIndexerInputs) -> torch.Tensor:
         """The matrix `[rows, max(context_lens)]` float32, -inf where a row sees nothing."""
         expect_call(self, inputs, None)

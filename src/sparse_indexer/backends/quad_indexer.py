@@ -23,7 +23,13 @@ from sparse_indexer.inputs import PrefillIndexerInputs
 from sparse_indexer.jit.kernel import all_kernels
 from sparse_indexer.lasting import LastingMemory, Ready
 from sparse_indexer.plan import PrefillPlan
-from sparse_indexer.protocol import Candidates, expect_call, expect_candidates, expect_published
+from sparse_indexer.protocol import (
+    Candidates,
+    expect_call,
+    expect_candidates,
+    expect_published,
+    no_grad,
+)
 from sparse_indexer.quad_scoring import MAX_HEADS, QuadKernels, score
 from sparse_indexer.quads import Quads, Tables, fill_tables, make_quads, plan_tables
 
@@ -76,7 +82,7 @@ class QuadIndexer:
         build_kernels([all_kernels()[name] for name in names], self.device, self.name)
         self._lasting = LastingMemory(self.device)
 
-    @torch.no_grad()
+    @no_grad
     def publish_prefill(
         self, inputs: PrefillIndexerInputs, out_positions: torch.Tensor | None = None
     ) -> Candidates:
@@ -93,7 +99,7 @@ class QuadIndexer:
             self.select_prefill(candidates, inputs, out_positions)
         return candidates
 
-    @torch.no_grad()
+    @no_grad
     def select_prefill(
         self, candidates: Candidates, inputs: PrefillIndexerInputs, out_positions: torch.Tensor
     ) -> None:
@@ -110,7 +116,7 @@ class QuadIndexer:
         n = tables.blocks.shape[2]
         self._score(inputs, quads, tables, out_positions, n=n, dense=False)
 
-    @torch.no_grad()
+    @no_grad
     def prefill_tail(self, candidates: Candidates, tail_lens: Sequence[int]) -> Candidates:
         """See `CandidateIndexer.prefill_tail`."""
         slots = None
@@ -129,7 +135,7 @@ class QuadIndexer:
         fill_tables(tables, quads, source, rows, pairs=self.kernels.pairs)
         return _QuadCandidates(plan, quads, tables, self.kernels)
 
-    @torch.no_grad()
+    @no_grad
     def topk_prefill(self, inputs: PrefillIndexerInputs, out_positions: torch.Tensor) -> None:
         """See `CandidateIndexer.topk_prefill`."""
         self._expect(inputs, out_positions, wanted=True)

@@ -14,7 +14,14 @@ from typing import Any
 
 import torch
 
-from sparse_indexer.deep_gemm_api import EMULATED, MAX_BLOCKS, DeepGemm, aligned, queries_of
+from sparse_indexer.deep_gemm_api import (
+    EMULATED,
+    MAX_BLOCKS,
+    DeepGemm,
+    Pages,
+    aligned,
+    queries_of,
+)
 from sparse_indexer.dense_tiles import DenseTile, dense_tiles, unread_logits
 from sparse_indexer.devices import resolve_device
 from sparse_indexer.errors import BackendUnavailable, expect_int, mismatch
@@ -23,15 +30,19 @@ from sparse_indexer.index_k import IndexKPool
 from sparse_indexer.inputs import BLOCK_SIZE, PrefillIndexerInputs
 from sparse_indexer.lasting import LastingMemory
 from sparse_indexer.pair_candidates import (
-    Pages,
     PairCandidates,
     Schedules,
     least_bytes,
-    pages_of,
     scheduled_tiles,
 )
 from sparse_indexer.plan import PrefillPlan
-from sparse_indexer.protocol import Candidates, expect_call, expect_candidates, expect_published
+from sparse_indexer.protocol import (
+    Candidates,
+    expect_call,
+    expect_candidates,
+    expect_published,
+    no_grad,
+)
 from sparse_indexer.row_ops import row_ops
 
 _COLUMNS = f"a multiple of 4 of at most {MAX_BLOCKS}"
@@ -60,7 +71,8 @@ class Sm100Indexer:
         topk_blocks: blocks of 8 positions a row publishes, a multiple of 4 of at most 4096.
         memory_budget: bytes of scratch beside inputs, outputs and what a publish returns, at most.
             That is a table of 4 bytes a block, and what DeepGEMM takes to schedule it, which is
-            about 9 bytes a block; some 30 bytes a row, and DeepGEMM's workspace, are not counted.
+            about 9 bytes a block; some 30 bytes a row, its head weights in DeepGEMM's dtype, and
+            DeepGEMM's workspace are not counted.
         deep_gemm: the module or an emulator of it; `None`: the package `deep_gemm`.
 
     Raises:
@@ -104,7 +116,7 @@ class Sm100Indexer:
         """
         self._deep_gemm.check_pool(pool)
 
-    @torch.no_grad()
+    @no_grad
     def publish_prefill(
         self, inputs: PrefillIndexerInputs, out_positions: torch.Tensor | None = None
     ) -> Candidates:
@@ -120,16 +132,16 @@ class Sm100Indexer:
         # of candidates are no others, and of as many blocks as may be needed.
         alike = not paged or api.rounds_alike(inputs.num_heads)
         together = out_positions is not None and alike and self.topk < n
-        if paged or (out_positions is not None and not together):
-            api.expect_pool(inputs)
         pages = None  # of candidates that are scored, not all selected
-        if isinstance(pool, IndexKPool) and paged and not self._selects_all(plan, n):
-            pages = pages_of(pool)
-        at_least = 0 if pages is None else least_bytes(plan, n, pages, kept=True)
+        if paged or (out_positions is not None and not together):
+            _, pages = api.expect_pool(inputs)
+        if self._selects_all(plan, n):
+            pages = None
+        at_least = 0 if pages is None else least_bytes(plan, n, pages)
         table = self._empty_table(plan.num_rows, n)
         needed = min(n * BLOCK_SIZE, self.topk) if together else n * BLOCK_SIZE
         for tile in self._tiles(inputs, needed, at_least):
-            self._publish(tile, table, out_positions if together else None)
+            self._publish(plan, tile, table, out_positions if together else None)
             del tile  # its keys, before others are gathered
         schedules = None if pages is None else self._schedules(plan, table, pages)
         candidates = PairCandidates(plan, table, schedules)
@@ -137,7 +149,7 @@ class Sm100Indexer:
             self.select_prefill(candidates, inputs, out_positions)
         return candidates
 
-    @torch.no_grad()
+    @no_grad
     def select_prefill(
         self, candidates: Candidates, inputs: PrefillIndexerInputs, out_positions: torch.Tensor
     ) -> None:
@@ -149,7 +161,7 @@ class Sm100Indexer:
         expect_call(self, inputs, out_positions, wanted=True)
         api, plan = self._deep_gemm, inputs.plan
         api.expect_dense(inputs)
-        pool = api.expect_pool(inputs)
+        keys, pages = api.expect_pool(inputs)
         own = candidates if isinstance(candidates, PairCandidates) else None
         if own is not None and own.plan is plan:
             table = own.blocks
@@ -163,18 +175,17 @@ class Sm100Indexer:
             logits = unread_logits(plan.compressed_lens, n * BLOCK_SIZE)
             self._select(logits, plan, None, plan.compressed_lens, out_positions, blocks=table)
             return
-        pages, budget = pages_of(pool), self.memory_budget
-        held = None
+        budget, tiles = self.memory_budget, None
         if own is not None:
-            held = own.schedules_for(plan, pages, budget=budget, num_sms=api.num_sms)
-        tiles = scheduled_tiles(api, plan, table, pages, budget=budget)
-        for tile in tiles if held is None else held.tiles:
-            queries = queries_of(inputs, tile.part)
-            logits = api.candidate_logits(queries, pool, tile.metadata, n)
+            tiles = own.tiles_for(plan, pages, budget=budget, num_sms=api.num_sms)
+        queries = queries_of(inputs, torch.bfloat16)
+        for tile in tiles or scheduled_tiles(api, plan, table, pages, budget=budget):
+            its = queries.of(tile.part)
+            logits = api.candidate_logits(its, keys, tile.metadata, n)
             self._select(logits, plan, tile.part, tile.lens, out_positions, blocks=tile.table)
-            del queries, logits, tile  # before the next are made
+            del its, logits, tile  # before the next are made
 
-    @torch.no_grad()
+    @no_grad
     def prefill_tail(self, candidates: Candidates, tail_lens: Sequence[int]) -> Candidates:
         """See `CandidateIndexer.prefill_tail`. A schedule cannot be sliced: it is made anew."""
         source = expect_published(candidates, self.device)  # and wait, before the plan is read
@@ -187,7 +198,7 @@ class Sm100Indexer:
         schedules = None if held is None else self._schedules(plan, table, held.pages)
         return PairCandidates(plan, table, schedules)
 
-    @torch.no_grad()
+    @no_grad
     def topk_prefill(self, inputs: PrefillIndexerInputs, out_positions: torch.Tensor) -> None:
         """See `CandidateIndexer.topk_prefill`."""
         expect_call(self, inputs, out_positions, wanted=True)
@@ -210,11 +221,15 @@ class Sm100Indexer:
         )
 
     def _publish(
-        self, tile: DenseTile, table: torch.Tensor, out_positions: torch.Tensor | None
+        self,
+        plan: PrefillPlan,
+        tile: DenseTile,
+        table: torch.Tensor,
+        out_positions: torch.Tensor | None,
     ) -> None:
         """The blocks of a tile's rows, and if wanted their positions, out of the same logits."""
         logits, lens = tile.logits(), tile.lens
-        shape = (len(lens), -(-tile.width // BLOCK_SIZE))
+        shape = (lens.shape[0], -(-tile.width // BLOCK_SIZE))
         keys = torch.empty(shape, dtype=torch.float32, device=self.device)
         if shape[1] > self.topk_blocks:
             self._ops.block_keys(logits, lens, out=keys, skip_blocks=self.topk_blocks)
@@ -228,7 +243,6 @@ class Sm100Indexer:
             unused=INT32_MAX,
         )
         if out_positions is not None:
-            plan = tile.inputs.plan
             self._select(logits, plan, tile.part, lens, out_positions, rows=tile.rows)
 
     def _select(
