@@ -22,7 +22,13 @@ from sparse_indexer.jit.kernel import all_kernels
 from sparse_indexer.lasting import LastingMemory, Ready
 from sparse_indexer.ops.topk import topk
 from sparse_indexer.plan import PrefillPlan
-from sparse_indexer.protocol import Candidates, expect_call, expect_candidates, expect_published
+from sparse_indexer.protocol import (
+    Candidates,
+    expect_call,
+    expect_candidates,
+    expect_published,
+    no_grad,
+)
 
 _KERNELS = ("block_keys", "index_k", "relu_head_sum", "topk")
 
@@ -64,7 +70,7 @@ class GemmIndexer:
         build_kernels([all_kernels()[name] for name in _KERNELS], self.device, self.name)
         self._lasting = LastingMemory(self.device)
 
-    @torch.no_grad()
+    @no_grad
     def publish_prefill(
         self, inputs: PrefillIndexerInputs, out_positions: torch.Tensor | None = None
     ) -> Candidates:
@@ -97,7 +103,7 @@ class GemmIndexer:
                 _select(tile, plan, logits, among, out_positions)
         return GemmCandidates(plan, table)
 
-    @torch.no_grad()
+    @no_grad
     def select_prefill(
         self, candidates: Candidates, inputs: PrefillIndexerInputs, out_positions: torch.Tensor
     ) -> None:
@@ -109,7 +115,7 @@ class GemmIndexer:
         for tile in self._tiles(inputs, needed, blocks=n):
             _select(tile, inputs.plan, tile.logits(), blocks, out_positions)
 
-    @torch.no_grad()
+    @no_grad
     def prefill_tail(self, candidates: Candidates, tail_lens: Sequence[int]) -> Candidates:
         """See `CandidateIndexer.prefill_tail`. Takes any backend's candidates."""
         source = expect_published(candidates, self.device)  # and wait, before the plan is read
@@ -119,7 +125,7 @@ class GemmIndexer:
         torch.index_select(source, 0, rows, out=table)
         return GemmCandidates(plan, table)
 
-    @torch.no_grad()
+    @no_grad
     def topk_prefill(self, inputs: PrefillIndexerInputs, out_positions: torch.Tensor) -> None:
         """See `CandidateIndexer.topk_prefill`."""
         expect_call(self, inputs, out_positions, wanted=True)
