@@ -148,7 +148,7 @@ def candidate_table_cases() -> Iterator[Case]:
 
 
 def relu_head_sum_cases() -> Iterator[Case]:
-    rows, width, tiles = 508, 1024, 16
+    rows, width, tiles = 508, 1024, 64
     for heads in (64, 32):
         shape = (tiles, rows * heads, width)
         scores = torch.empty(shape, dtype=torch.float16, device=CUDA).normal_()

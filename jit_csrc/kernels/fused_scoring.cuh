@@ -159,12 +159,16 @@ struct FusedScoring {
       const bool more = tile + 1 < stop;
       tiles.enter(tile);
       if (more) load_tile(tile + 1);
-      // Of as many tiles as a warp writes this is the last; there may be no more.
+      // The place of this tile among those that a warp writes at a time, and this lane's of them.
       const int last = static_cast<int>(uint32_t(tile - first) % Positions);
       const int written = tile - max(last - of_tiles, 0);
-      const uint8_t* block = p.keys + int64_t(tiles.block(written, mine / 8)) * kBlockBytes;
-      const auto scales = Floats<Positions>::read(
-          reinterpret_cast<const float*>(block + packed_keys::value_bytes(kKeyBytes)) + mine % 8);
+      const bool writes_now = writes() && (last == Positions - 1 || !more);
+      Floats<Positions> scales;
+      if (Positions == 1 || writes_now) {
+        const uint8_t* block = p.keys + int64_t(tiles.block(written, mine / 8)) * kBlockBytes;
+        scales = Floats<Positions>::read(
+            reinterpret_cast<const float*>(block + packed_keys::value_bytes(kKeyBytes)) + mine % 8);
+      }
       const uint32_t keys = static_cast<uint32_t>(__cvta_generic_to_shared(s.keys[buffer]));
 #pragma unroll
       for (int j = 0; j < kOwnBlocks; j += MmaSync::kBlocks) {
@@ -179,7 +183,7 @@ struct FusedScoring {
       }
       if (more) store(s.keys[buffer ^ 1], loaded);
       __syncthreads();  // sums and the next tile are there, this tile and sums before it are read
-      if (writes() && (last == Positions - 1 || !more)) {
+      if (writes_now) {
         const float* from = s.sums[uint32_t(written - first) % kSums][row()][0] + mine;
         const auto sums = Floats<Positions>::read(from);
         const auto more_sums = Floats<Positions>::read(from + (kHeadGroups - 1) * 32);

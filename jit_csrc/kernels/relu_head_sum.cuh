@@ -24,23 +24,9 @@ struct ReluHeadSum {
   static constexpr int kMinBlocks = 4;
   static constexpr int kBlock = relu_head_sum_config::kBlock;
   static constexpr int kHeads = relu_head_sum_config::kHeads;
-  static constexpr int kPart = relu_head_sum_config::kPart;
   using Scores = Packed<Float16, kBlock>;
 
   static __device__ float infinity() { return __int_as_float(0x7f800000); }
-
-  // The first heads, into the L2.
-  static __device__ void prefetch(const Params& p) {
-    constexpr int kLine = 128 / static_cast<int>(sizeof(Scores));  // threads that share one
-    const int64_t r = blockIdx.x / p.parts;
-    const int first =
-        static_cast<int>(blockIdx.x % p.parts) * kPart + static_cast<int>(threadIdx.x) * kBlock;
-    if (threadIdx.x % kLine != 0 || first >= p.positions) return;
-    const auto* scores = static_cast<const Float16*>(p.scores) + r * p.heads * p.stride + first;
-    for (int h = 0; h < min(p.heads, 2 * kHeads); ++h) {
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(scores + h * p.stride));
-    }
-  }
 
   static __device__ void run(const Params& p) {
     const int64_t r = blockIdx.x / p.parts;

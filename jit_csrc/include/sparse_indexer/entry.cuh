@@ -6,9 +6,6 @@
 //   kMinBlocks   CTAs that must fit on an SM: bounds the registers; 1 where that does not matter
 //   Params       what the host passes: trivially copyable, plain C++17, at most 4 KB
 //   run(params)  static __device__, the kernel's body
-// and perhaps, also static __device__,
-//   prefetch(params)  called while kernels ahead of it may still write what it will read: it reads
-//                     nothing but what the host passed
 //
 // A kernel first waits for what is ahead of it in the stream, and lets the next one be launched:
 // one that was launched by `pdl()` then finds its CTAs in place when its turn comes.
@@ -22,16 +19,6 @@ __device__ __forceinline__ void begin_kernel() {
 #endif
 }
 
-template <typename Config>
-__device__ __forceinline__ auto prefetch(const typename Config::Params& params, int)
-    -> decltype(Config::prefetch(params)) {
-#if __CUDA_ARCH__ >= 900
-  Config::prefetch(params);
-#endif
-}
-template <typename Config>
-__device__ __forceinline__ void prefetch(const typename Config::Params&, long) {}
-
 }  // namespace sparse_indexer
 
 // The Config is the rest of the line because its template arguments may hold commas.
@@ -39,7 +26,6 @@ __device__ __forceinline__ void prefetch(const typename Config::Params&, long) {
   extern "C" __global__ void __launch_bounds__((__VA_ARGS__::kThreads), (__VA_ARGS__::kMinBlocks)) \
       symbol(const __grid_constant__ typename __VA_ARGS__::Params params) {                        \
     static_assert(sizeof(typename __VA_ARGS__::Params) <= 4096, #symbol ": Params exceed 4 KB");   \
-    sparse_indexer::prefetch<__VA_ARGS__>(params, 0);                                              \
     sparse_indexer::begin_kernel();                                                                \
     __VA_ARGS__::run(params);                                                                      \
   }
