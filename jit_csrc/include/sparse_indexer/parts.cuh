@@ -20,7 +20,7 @@ __device__ __forceinline__ void find_part(int groups, UnitsOf units_of, Part& pa
   const int end = min(begin + each, groups);
   int64_t mine = 0, total;
   for (int group = begin; group < end; ++group) mine += units_of(group);
-  int64_t before = exclusive_scan<Threads / 32>(mine, &total);
+  int64_t before = exclusive_scan<Cta<Threads>>(mine, &total);
   const int64_t first = total * blockIdx.x / gridDim.x;
   const int left = static_cast<int>(total * (blockIdx.x + 1) / gridDim.x - first);
   if (threadIdx.x == 0 && left == 0) part = {0, 0, 0};
