@@ -66,7 +66,7 @@ struct RowTopk {
     int need;      // how many columns with this key are selected: the first ones
   };
 
-  __device__ Bins histogram() const { return Bins(task.shared()); }           // [kBins]
+  __device__ Bins histogram() const { return Bins(task.shared(), task); }     // [kBins]
   __device__ uint32_t* list_keys() const { return task.shared() + kBins; }    // [p.list]
   __device__ uint32_t* list_columns() const { return list_keys() + p.list; }  // [p.list]
 
@@ -98,7 +98,7 @@ struct RowTopk {
     const bool only_forced = p.force_last && p.k == 1;
     if (columns <= p.k || only_forced) {  // no key is read
       int32_t* out = p.out + int64_t(r) * p.out_stride;
-      for (int i = Task::thread(); i < p.k; i += kThreads) {
+      for (int i = task.thread(); i < p.k; i += kThreads) {
         out[i] = columns > p.k ? place(p, task, r, columns - 1)
                  : i < columns ? place(p, task, r, i)
                                : p.unused;
@@ -121,7 +121,7 @@ struct RowTopk {
     uint32_t bound = kLowest;
     int reached = columns;
     if (columns <= p.list) {
-      for (int i = Task::thread(); i < columns; i += kThreads) list_columns()[i] = i;
+      for (int i = task.thread(); i < columns; i += kThreads) list_columns()[i] = i;
     } else if (p.list > 0) {
       bound = sampled_bound();
       reached = list_from(bound);
@@ -147,10 +147,10 @@ struct RowTopk {
   // same eight. A load of 32 bytes, the least that memory is read by.
   __device__ __forceinline__ uint32_t sampled_bound() const {
     const int groups = columns / kGroup, sampled = min(groups, kThreads);
-    const bool samples = Task::thread() < sampled;
+    const bool samples = task.thread() < sampled;
     uint32_t key[kSamples];
     if (samples) {
-      int group = Task::thread();
+      int group = task.thread();
       if (sampled < groups) {
         group = min(static_cast<int>(float(group) * (float(groups) / float(kThreads))), groups - 1);
       }
@@ -200,8 +200,8 @@ struct RowTopk {
   // the column's key is at least `bound`, or it is the forced one.
   template <int Ahead>
   __device__ __forceinline__ uint32_t reaching(int chunk, uint32_t bound, int& first) const {
-    const int lane = Task::thread() % 32;
-    const int of_warp = chunk + static_cast<int>(Task::thread() / 32) * kWarpColumns;
+    const int lane = task.thread() % 32;
+    const int of_warp = chunk + static_cast<int>(task.thread() / 32) * kWarpColumns;
     first = of_warp + lane * kRun;
     const int left = columns - first;  // of the row
     if (of_warp >= columns) return 0;
@@ -216,7 +216,7 @@ struct RowTopk {
   // Undefined for columns past the row's end.
   template <int Ahead>  // loads in flight
   __device__ __forceinline__ uint32_t above(int of_warp, float bound) const {
-    const int first = of_warp + static_cast<int>(Task::thread()) % 32 * kVector;
+    const int first = of_warp + static_cast<int>(task.thread()) % 32 * kVector;
     if (!vectors()) return above_singly(first, bound);
     if (of_warp + kWarpColumns <= columns) return above_by_vectors<Ahead, true>(first, bound);
     uint32_t bits = above_by_vectors<2, false>(first, bound);
@@ -270,9 +270,9 @@ struct RowTopk {
   }
 
   // From the bits of `above` to those of 32 consecutive columns a lane, in order of lanes.
-  static __device__ __forceinline__ uint32_t run_of_lane(uint32_t bits) {
+  __device__ __forceinline__ uint32_t run_of_lane(uint32_t bits) const {
     // Eight lanes transpose their 8 x 8 groups of four bits.
-    const int lane = Task::thread() % 32;
+    const int lane = task.thread() % 32;
     bits = __byte_perm(bits, __shfl_xor_sync(~0u, bits, 4), lane & 4 ? 0x5410 : 0x3276);
     bits = __byte_perm(bits, __shfl_xor_sync(~0u, bits, 2), lane & 2 ? 0x6240 : 0x3715);
     const uint32_t other = __shfl_xor_sync(~0u, bits, 1);
@@ -301,7 +301,7 @@ struct RowTopk {
       const uint32_t more = reaching<4>(chunk + kChunk, bound, second);
       uint32_t total;
       const uint32_t before =
-          exclusive_scan<Task>(uint32_t(__popc(mine) | __popc(more) << 16), &total);
+          exclusive_scan(task, uint32_t(__popc(mine) | __popc(more) << 16), &total);
       uint32_t* at = list_columns() + listed;
       listed += (total & 0xffff) + (total >> 16);
       if (listed > p.list) continue;  // it will not be read
@@ -320,12 +320,12 @@ struct RowTopk {
     __shared__ uint32_t largest, few[kFew];
     __shared__ int num_few;
     __shared__ Kth kth;
-    if (Task::thread() == 0) largest = bound, num_few = 0;
+    if (task.thread() == 0) largest = bound, num_few = 0;
     Task::sync();  // those, and the list of columns is complete
     uint32_t high = bound;
     const int r = row_number(p, task);
 #pragma unroll 1
-    for (int i = Task::thread(); i < count; i += 2 * kThreads) {
+    for (int i = task.thread(); i < count; i += 2 * kThreads) {
       const bool both = i + kThreads < count;
       const int one = static_cast<int>(list_columns()[i]);
       const int two = both ? static_cast<int>(list_columns()[i + kThreads]) : one;
@@ -341,7 +341,7 @@ struct RowTopk {
       }
     }
     high = max_of_warp(high);
-    if (Task::thread() % 32 == 0) atomicMax(&largest, high);
+    if (task.thread() % 32 == 0) atomicMax(&largest, high);
     const Bins bins = histogram();
     bins.template clear<kBins>();  // and the largest and the list of keys are complete
 
@@ -350,7 +350,7 @@ struct RowTopk {
     while (true) {
       const int shift = max(0, 32 - kBinBits - __clz(span));
 #pragma unroll 1
-      for (int i = Task::thread(); i < count; i += kThreads) {
+      for (int i = task.thread(); i < count; i += kThreads) {
         const uint32_t above = list_keys()[i] - low;  // large for keys below
         if (above <= span) bins.count(above >> shift);
       }
@@ -363,14 +363,14 @@ struct RowTopk {
       bins.template clear<kBins>();
     }
 #pragma unroll 1
-    for (int i = Task::thread(); i < count; i += kThreads) {
+    for (int i = task.thread(); i < count; i += kThreads) {
       const uint32_t key = list_keys()[i];
       if (key - low <= span) few[atomicAdd(&num_few, 1)] = key;
     }
     Task::sync();  // the few are complete
-    if (Task::thread() < 32) {
+    if (task.thread() < 32) {
       // A lane's key is the k-th if the keys above it and those equal to it enclose what is needed.
-      const int lane = Task::thread(), n = num_few;
+      const int lane = task.thread(), n = num_few;
       const uint32_t mine = lane < n ? few[lane] : 0;
       int above = 0, equal = 0;
 #pragma unroll 1
@@ -389,14 +389,14 @@ struct RowTopk {
   // Writes the selected ones of the listed columns.
   __device__ __forceinline__ void write_listed(const Kth& kth, int count) const {
     const int per = (count + kThreads - 1) / kThreads;  // neighbors, since equal keys go by column
-    const int first = Task::thread() * per, stop = min(first + per, count);
+    const int first = task.thread() * per, stop = min(first + per, count);
     uint32_t counts = 0;
 #pragma unroll 1
     for (int i = first; i < stop; ++i) {
       const uint32_t key = list_keys()[i];
       counts += (key > kth.key) | (key == kth.key) << 16;
     }
-    const uint32_t before = exclusive_scan<Task>(counts);
+    const uint32_t before = exclusive_scan(task, counts);
     Writer writer(*this, kth.need, before & 0xffff, before >> 16);
 #pragma unroll 1
     for (int i = first; i < stop; ++i) {
@@ -410,16 +410,16 @@ struct RowTopk {
   // The smallest key of those that are at least `bound`, but for the forced one.
   __device__ __forceinline__ uint32_t least_from(uint32_t bound) const {
     __shared__ uint32_t least;
-    if (Task::thread() == 0) least = kForced;
+    if (task.thread() == 0) least = kForced;
     Task::sync();  // before anyone compares
     uint32_t mine = kForced;
 #pragma unroll 4
-    for (int c = Task::thread(); c < columns; c += kThreads) {
+    for (int c = task.thread(); c < columns; c += kThreads) {
       const uint32_t key = c != forced() ? load_ordered<By>(row + c) : kForced;
       if (key >= bound) mine = min(mine, key);
     }
     mine = min_of_warp(mine);
-    if (Task::thread() % 32 == 0) atomicMin(&least, mine);
+    if (task.thread() % 32 == 0) atomicMin(&least, mine);
     Task::sync();  // all have compared
     return least;
   }
@@ -430,7 +430,7 @@ struct RowTopk {
 #pragma unroll 1
     for (int chunk = 0; chunk < columns; chunk += kChunk) {
       int first, total;
-      exclusive_scan<Task>(__popc(reaching<2>(chunk, bound, first)), &total);
+      exclusive_scan(task, __popc(reaching<2>(chunk, bound, first)), &total);
       count += total;
     }
     return count;
@@ -444,7 +444,7 @@ struct RowTopk {
     for (int shift = 32 - kBinBits, above = 0;; above = shift, shift = max(0, shift - kBinBits)) {
       bins.template clear<kBins>();
 #pragma unroll 4
-      for (int c = Task::thread(); c < columns; c += kThreads) {
+      for (int c = task.thread(); c < columns; c += kThreads) {
         if (c == forced()) continue;
         const uint32_t key = load_ordered<By>(row + c);
         if (above == 0 || key >> above == prefix >> above) {
@@ -473,7 +473,7 @@ struct RowTopk {
       const uint32_t same = left & ~higher;
       uint32_t total;
       const uint32_t before =
-          exclusive_scan<Task>(uint32_t(__popc(higher) | __popc(same) << 16), &total);
+          exclusive_scan(task, uint32_t(__popc(higher) | __popc(same) << 16), &total);
       Writer writer(*this, kth.need, before_above + (before & 0xffff),
                     before_equal + (before >> 16));
       before_above += total & 0xffff, before_equal += total >> 16;

@@ -21,14 +21,17 @@ struct Histogram {
 
   uint32_t* bins;    // shared, 16-byte aligned
   uint32_t address;  // the same, as the shared-memory instructions take it
+  Group group;
 
-  __device__ explicit Histogram(uint32_t* shared)
-      : bins(shared), address(static_cast<uint32_t>(__cvta_generic_to_shared(shared))) {}
+  __device__ Histogram(uint32_t* shared, const Group& group)
+      : bins(shared),
+        address(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
+        group(group) {}
 
   template <int Bins>
   __device__ __forceinline__ void clear() const {
     static_assert(Bins % 4 == 0, "cleared by vectors");
-    for (int b = Group::thread(); b < Bins / 4; b += kThreads) {
+    for (int b = group.thread(); b < Bins / 4; b += kThreads) {
       reinterpret_cast<uint4*>(bins)[b] = make_uint4(0, 0, 0, 0);
     }
     Group::sync();  // before anyone counts
@@ -53,8 +56,8 @@ struct Histogram {
     __shared__ uint32_t of_warps[kWarps];
     __shared__ Found found;
     Group::sync();  // all have counted
-    const int lane = Group::thread() % 32, warp = Group::thread() / 32;
-    const int first = Bins - (static_cast<int>(Group::thread()) + 1) * kPer;
+    const int lane = group.thread() % 32, warp = group.thread() / 32;
+    const int first = Bins - (static_cast<int>(group.thread()) + 1) * kPer;
     uint32_t counts[kPer];
     load(first, counts);
     uint32_t sum = 0;

@@ -46,11 +46,11 @@ __device__ __forceinline__ uint32_t min_of_warp(uint32_t value) {
 // calls it. `total`, if not null, gets the sum over all. Holds a barrier before it reads and one
 // after, so two calls may follow each other.
 template <typename Group, typename T>
-__device__ __forceinline__ T exclusive_scan(T value, T* total = nullptr) {
+__device__ __forceinline__ T exclusive_scan(const Group& group, T value, T* total = nullptr) {
   constexpr int kWarps = Group::kThreads / 32;
   static_assert(kWarps <= 32, "a warp scans the warps' sums");
   __shared__ T sums[kWarps];
-  const int lane = Group::thread() % 32, warp = Group::thread() / 32;
+  const int lane = group.thread() % 32, warp = group.thread() / 32;
   const T inclusive = inclusive_scan_of_warp(value);
   if (lane == 31) sums[warp] = inclusive;
   Group::sync();  // the warps' sums are complete
