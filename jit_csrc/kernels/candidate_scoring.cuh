@@ -249,15 +249,17 @@ struct CandidateScoring {
   static __device__ __forceinline__ void score_list(const Params& p, Shared& s, const Place& place,
                                                     uint32_t& n, uint32_t weights, uint32_t queries,
                                                     char* out, int row, int stages) {
+    using Chains = typename S::Chains;
     constexpr bool kHalves = S::kN == 256;  // an MMA has half the heads, not all of a tile
     constexpr int kN = kHalves ? S::kN / 2 : S::kN;
+    using Sums = float[kN / 2];
     S head;
     head.load_shared(weights);
     out += place.g * 4;
     uint32_t own_places = shared_address(&s.at_bytes[0][place.block][row]);
     asm volatile("" : "+l"(out), "+r"(own_places));  // kept, not computed again for each tile
 
-    auto score = [&](float (&d)[kN / 2], uint32_t stage, int tile, int half) {
+    auto score = [&](Sums& d, uint32_t stage, int tile, int half) {
       const uint32_t a =
           place.keys + stage % kStages * (kStageBytes / 16) + tile * 8 * (kBlockBytes / 16);
       const uint32_t b = queries + half * kN * kKeyBytes / 16;
@@ -277,7 +279,7 @@ struct CandidateScoring {
       barrier_wait(&s.full[stage % kStages], stage / kStages & 1);
     };
     // Writes the logits of a tile of stage n; with the last one the stage is free.
-    auto write = [&](const typename S::Chains& chains, int tile) {
+    auto write = [&](const Chains& chains, int tile) {
       const uint8_t* from = s.keys[n % kStages] + place.scales + tile * 8 * kBlockBytes;
       const float scale[2] = {*reinterpret_cast<const float*>(from),
                               *reinterpret_cast<const float*>(from + kBlockBytes)};
@@ -305,8 +307,8 @@ struct CandidateScoring {
 
     auto score_stages = [&](auto count) {
       constexpr int kCount = decltype(count)::value;
-      float one[kN / 2], two[kN / 2];
-      typename S::Chains chains;
+      Sums one, two;
+      Chains chains;
       wait(n);
       score(one, n, 0, 0);
       score(two, n, !kHalves, kHalves);

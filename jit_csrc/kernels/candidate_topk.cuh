@@ -35,7 +35,8 @@ struct CandidateTopk {
   static constexpr int kSelectors = candidate_topk_config::kSelectors;
   static constexpr int kSlots = candidate_topk_config::kSlots;
   static constexpr int kAlone = kSlots - 1;  // slots of quads that a CTA scores alone
-  static constexpr int kThreads = kFirstSelector + kSelectors;
+  static constexpr int kThreads = candidate_topk_config::kThreads;
+  static_assert(kThreads == kFirstSelector + kSelectors, "one warpgroup produces");
   static constexpr int kMinBlocks = 1;
   static constexpr int kConsumerWarps = Scoring::kConsumers / 32;
   // Registers of a thread: together no more than a launch of kThreads with 128 each.

@@ -16,7 +16,8 @@ struct CandidateTopkParams {
 namespace candidate_topk_config {
 
 constexpr int kSelectors = 128;  // threads of a CTA that select
-constexpr int kSlots = 3;        // of a CTA: two for its own quads, one for a quad of several CTAs
+constexpr int kThreads = 128 * (1 + candidate_logits_config::kWarpgroups) + kSelectors;
+constexpr int kSlots = 3;  // of a CTA: two for its own quads, one for a quad of several CTAs
 // Shared memory kept for the selection: k 2048 of 16,384 columns.
 constexpr int kSelectBytes = 44 * 1024;
 
