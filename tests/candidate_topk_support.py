@@ -191,5 +191,3 @@ def run_into(
 
 def descending(rows: int, longest: int, step: int = 1) -> list[int]:
     return [max(longest - step * i, 0) for i in range(rows)]
-
-
