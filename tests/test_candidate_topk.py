@@ -23,6 +23,7 @@ from sparse_indexer.testing import with_queries
 pytestmark = [pytest.mark.gpu, needs_hopper]
 
 CTAS = 132  # of an H200
+ROWS = 90  # of a case with long lists
 
 
 def falling(rows: int, longest: int, step: int = 7) -> list[int]:
@@ -79,7 +80,7 @@ def test_every_k(heads: int, k: int) -> None:
 @pytest.mark.parametrize("heads", [32, 64])
 def test_ties(heads: int) -> None:
     """A palette's logits are few; of the same keys all are equal: no list, digits."""
-    lens = [falling(90, 30_000)]
+    lens = [falling(ROWS, 30_000)]
     check(make_case(lens, heads=heads, n=1500, palette=True), 512, [20, CTAS])
     case = make_case(lens, heads=heads, n=1500)
     case.keys.copy_(case.keys[:1].expand_as(case.keys).clone())
@@ -90,7 +91,7 @@ def test_ties(heads: int) -> None:
 
 
 def test_nan_and_infinity() -> None:
-    case = make_case([falling(90, 30_000)], n=1500, alike=0.8)
+    case = make_case([falling(ROWS, 30_000)], n=1500, alike=0.8)
     case.keys[::3, 5] = 0x7F
     case.keys.view(torch.float32)[1::5, 256 + 3] = torch.inf
     case.keys.view(torch.float32)[2::5, 256 + 4] = -torch.inf

@@ -21,7 +21,7 @@ import sm90_support, test_candidate_topk as tests
 from candidate_topk_support import make_case
 from test_candidate_topk import check, falling
 sm90_support.DEVICE = tests.DEVICE = torch.device("cpu")
-tests.CTAS = 5
+tests.CTAS, tests.ROWS = 5, 13
 """
 CASES = {
     "lists": "check(make_case([falling(33, 9000), [], [0, 0, 5]], n=500), 40, [1, 5, 40])",

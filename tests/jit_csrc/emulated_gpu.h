@@ -123,7 +123,8 @@ inline uint64_t (&own_input())[8] {
 inline void* dynamic_shared;
 inline unsigned dynamic_bytes;
 
-inline std::function<void()> begin_cta = [] {}, between = [] {};  // hooks: a CTA, all threads' turns
+inline std::function<void()> begin_cta = [] {},
+                             between = [] {};  // hooks: a CTA, all threads' turns
 
 inline void run(unsigned grid, unsigned threads, unsigned shared, std::function<void()> kernel) {
   body = std::move(kernel);

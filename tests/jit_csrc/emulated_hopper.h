@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // What Hopper adds (hopper.cuh): warpgroup MMA, barriers in shared memory, bulk copies.
 //
-// Copies and MMAs are done early or late as chance has it, and until a copy is done its target holds
-// NaN: who reads or overwrites too early is found out.
+// Copies and MMAs are done early or late as chance has it, and until a copy is done its target
+// holds NaN: who reads or overwrites too early is found out.
 #pragma once
 
 #include <deque>
@@ -62,8 +62,8 @@ inline void do_some_copies() {
 inline float float_of_e4m3(uint8_t code) {
   const int exponent = code >> 3 & 15, mantissa = code & 7;
   if ((code & 0x7f) == 0x7f) return NAN;
-  const float x =
-      exponent == 0 ? std::ldexp(float(mantissa), -9) : std::ldexp(float(8 + mantissa), exponent - 10);
+  const float x = exponent == 0 ? std::ldexp(float(mantissa), -9)
+                                : std::ldexp(float(8 + mantissa), exponent - 10);
   return code & 0x80 ? -x : x;
 }
 
