@@ -100,11 +100,15 @@ def _plain(text: str) -> str:
     """Dynamic shared memory as a pointer, each `asm` as a call with its operands, outputs first."""
     dynamic = r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];"
     text = re.sub(dynamic, r"auto* \2 = static_cast<\1*>(emulated::dynamic_shared);", text)
+    # The one asm that is a macro's: its operands are in other macros.
+    mma = r'asm volatile\("\{\\n\.reg \.pred p;\\n\.reg \.b64 .*?"r"\(accumulate\)\);'
+    call = "emulated::wgmma<int(Element::ELEMENT), N>(d, a, StrideA, b, StrideB, accumulate);"
+    text = re.sub(mma, call, text, flags=re.DOTALL)
     parts = []
     while found := re.search(r"\basm(?: volatile)?\s*\(", text):
         end = _closing(text, found.end())
         template, *operands = re.split(r":(?=\s*\"|\s*$)", text[found.end() : end])
-        template = re.sub(r"\.reg[^;]*;", "", template)
+        template = re.sub(r"\\n|\.reg[^;]*;", " ", template)
         opcode = re.search(r"[a-z][\w.]*|$", template)
         assert opcode
         arguments = []

@@ -12,6 +12,7 @@ from sparse_indexer.ops.block_keys import block_keys
 from sparse_indexer.ops.candidate_logits import candidate_logits
 from sparse_indexer.ops.candidate_quads import candidate_quads
 from sparse_indexer.ops.candidate_table import candidate_table
+from sparse_indexer.ops.candidate_topk import candidate_topk
 from sparse_indexer.ops.dense_block_keys import dense_block_keys
 from sparse_indexer.ops.fused_block_keys import fused_block_keys
 from sparse_indexer.ops.fused_candidate_logits import fused_candidate_logits
@@ -123,6 +124,14 @@ CALLS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
         SCORED
         | {"entries": cuda(4, 33), "ranks": cuda(4, 2, 4, dtype=torch.int16), "counts": COUNTS}
         | {"quad_first": QUADS, "out": cuda(16, 80, dtype=torch.float32)},
+    ),
+    "candidate_topk": (
+        candidate_topk,
+        SCORED
+        | {"entries": cuda(4, 33), "ranks": cuda(4, 2, 4, dtype=torch.int16), "counts": COUNTS}
+        | {"quad_first": QUADS, "lens": cuda(16), "rows": cuda(16), "blocks": cuda(16, 10)}
+        | {"slots": cuda(3, 3, 4, 80, dtype=torch.float32), "counters": QUADS, "out": cuda(5, 8)}
+        | {"request_of_row": cuda(5), "request_starts": INTS},
     ),
     "kv_gather": (
         kv_gather,

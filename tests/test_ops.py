@@ -92,6 +92,7 @@ def test_a_tensor_of_the_cpu_is_refused_by_name(name: str, argument: str) -> Non
         ("candidate_quads", "blocks: expected [quads, 4, n] int32 on cuda, got [4, 4, 10] int32"),
         ("dense_block_keys", "keys: expected [blocks, 1152] uint8 on cuda, got [64, 1152] uint8"),
         ("candidate_logits", "keys: expected [blocks, 1152] uint8 on cuda, got [64, 1152] uint8"),
+        ("candidate_topk", "keys: expected [blocks, 1152] uint8 on cuda, got [64, 1152] uint8"),
         (
             "kv_gather",
             "kv_pool values: expected [slots, fp8_dim] uint8 on cuda, got [2, 128] uint8",
@@ -328,6 +329,34 @@ ON = "on cuda:63"
             "weights: expected 32 or 64 heads, got 48",
         ),
         ("candidate_logits", {"entries": cuda(4, 65)}, f"ranks: expected [4, 3, 4] int16 {ON}"),
+        (
+            "candidate_topk",
+            {"slots": cuda(3, 3, 4, 84, dtype=torch.float32)},
+            "slots: expected columns of at most 65535 whole blocks, got 84",
+        ),
+        (
+            "candidate_topk",
+            {"slots": cuda(3, 2, 4, 80, dtype=torch.float32)},
+            f"slots: expected [3, 3, 4, columns] float32 {ON}, got [3, 2, 4, 80] float32 {ON}",
+        ),
+        ("candidate_topk", {"counters": cuda(3)}, f"counters: expected [4] int32 {ON}, got [3]"),
+        (
+            "candidate_topk",
+            {"blocks": cuda(16, 9)},
+            "blocks: expected at least columns / 8 = 10 columns, got 9",
+        ),
+        ("candidate_topk", {"lens": cuda(4, 4)}, f"lens: expected [16] int32 {ON}, got [4, 4]"),
+        (
+            "candidate_topk",
+            {"request_starts": None},
+            "request_of_row: expected a tensor with request_starts, else None, got a tensor",
+        ),
+        (
+            "candidate_topk",
+            {"keys": cuda(64, 1088, dtype=torch.bfloat16)}
+            | {"queries": PACKED_QUERIES.bfloat16().as_subclass(type(QUADS))},
+            "keys: expected uint8, got halves",
+        ),
         (
             "kv_gather",
             {"out": cuda(2, 3, 128, dtype=torch.float16)},

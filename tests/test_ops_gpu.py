@@ -15,6 +15,7 @@ from sparse_indexer.ops.block_keys import block_keys
 from sparse_indexer.ops.candidate_logits import candidate_logits
 from sparse_indexer.ops.candidate_quads import candidate_quads
 from sparse_indexer.ops.candidate_table import candidate_table
+from sparse_indexer.ops.candidate_topk import candidate_topk
 from sparse_indexer.ops.dense_block_keys import dense_block_keys
 from sparse_indexer.ops.fused_block_keys import fused_block_keys
 from sparse_indexer.ops.fused_candidate_logits import fused_candidate_logits
@@ -140,6 +141,29 @@ def make_scored(name: str) -> Op:
         candidates, max_blocks=blocks, out_entries=entries, out_ranks=ranks, out_counts=counts
     )
     index_q(queries, weights, rows=rows, out_values=values, out_weights=out_weights)
+    if name == "candidate_topk":
+        out = ints(4 * ROWS, 300)
+        slots, counters = torch.empty(20, 3, 4, WIDTH, device=DEVICE), ints(21)
+        lens = ints(4 * ROWS, fill=WIDTH)
+        return Op(
+            lambda: candidate_topk(
+                keys,
+                values,
+                out_weights,
+                entries=entries,
+                ranks=ranks,
+                counts=counts,
+                quad_first=first,
+                lens=lens,
+                rows=rows.view(-1),
+                blocks=candidates.flatten(0, 1),
+                slots=slots,
+                counters=counters,
+                out=out,
+            ),
+            lens[::4],
+            [out],
+        )
     out = torch.empty(4 * ROWS, WIDTH, device=DEVICE)
     return Op(
         lambda: score(
@@ -208,7 +232,7 @@ def make(name: str) -> Op:
         return make_sparse_softmax(name)
     if name.startswith("relu_head_sum"):
         return make_relu_head_sum(name)
-    if name.endswith(("block_keys", "logits")) and name != "block_keys":
+    if name.endswith(("block_keys", "logits", "candidate_topk")) and name != "block_keys":
         return make_scored(name)
     generator = torch.Generator(DEVICE).manual_seed(0)
     lens = torch.full((ROWS,), WIDTH, dtype=torch.int32, device=DEVICE)
@@ -270,6 +294,7 @@ OPS = [
     "candidate_quads",
     "dense_block_keys",
     "candidate_logits",
+    "candidate_topk",
     "kv_gather",
     "kv_gather, plain",
     "sparse_softmax",

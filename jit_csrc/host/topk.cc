@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/topk.h"
 
-#include <algorithm>
-#include <cmath>
 #include <string>
 
 #include "sparse_indexer/host/check.h"
 #include "sparse_indexer/host/launch.h"
+#include "sparse_indexer/host/topk_list.h"
 
 using namespace sparse_indexer;
 using tvm::ffi::Optional;
@@ -16,21 +15,6 @@ namespace {
 constexpr int64_t kMaxK = 1 << 20;
 // What a CTA may have on every GPU; before 8.0 not much more, and other CTAs want some.
 constexpr int64_t kLeastSharedBytes = 48 * 1024;
-
-int64_t shared_bytes(int64_t list) {
-  return 4 * topk_config::kBins + 8 * list;
-}
-
-// How many columns reach the bound that the kernel takes from a sample, and 6 deviations more.
-int64_t list_length(int64_t width, int64_t k, int threads) {
-  constexpr int64_t kShort = 2048;  // all of a row
-  if (width <= kShort) return width;
-  const int64_t groups = std::min<int64_t>(width / topk_config::kGroup, threads);
-  const double of_sample = double(width) / double(groups * topk_config::kSamples);
-  const double expected = double(k) / of_sample;
-  const double rank = expected + 6 * std::sqrt(expected) + 3;
-  return std::min<int64_t>(width, int64_t((rank + 6 * std::sqrt(rank)) * of_sample));
-}
 
 // Keys -> columns. `rows` says where the row of a row of keys goes, `blocks` maps a column of
 // candidate logits to a position, `request_starts` or `page_table` (pages of `page_size` positions)
@@ -128,16 +112,13 @@ void topk(TensorView keys, TensorView lens, TensorView out, Optional<TensorView>
   const bool alone = key_rows <= gpu.sm_count && width > 8192;
   const int threads = topk_config::kThreads[alone ? 2 : width > 16384 ? 1 : 0];
   const int64_t most = gpu.capability < 80 ? kLeastSharedBytes : gpu.max_shared_bytes;
-  const int64_t list = list_length(width, k, threads);
-  if (shared_bytes(list) + topk_config::kStaticBytes <= most) {
-    params.list = static_cast<int32_t>(list);
-  }
+  params.list = static_cast<int32_t>(topk_list(width, k, threads, most));
   const std::string symbol =
       (same(keys.dtype(), float32) ? "topk_f32_" : "topk_bf16_") + std::to_string(threads);
   Launch(symbol, device)
       .grid(key_rows)
       .block(threads)
-      .shared(shared_bytes(params.list))
+      .shared(topk_shared_bytes(params.list))
       .pdl()
       .run(params);
 }

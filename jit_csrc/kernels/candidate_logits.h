@@ -33,8 +33,9 @@ constexpr int kUnitStages = 4;  // of a quad, scored between two drains of the M
 constexpr int buffers(int key_bytes, int heads) {
   return key_bytes * heads > 128 * 64 ? 1 : 2;
 }
+// Those queries, and their weights, whose rows are 16 bytes apart.
 constexpr int query_bytes(int key_bytes, int heads) {
-  return buffers(key_bytes, heads) * 4 * heads * key_bytes;
+  return buffers(key_bytes, heads) * 4 * (heads * key_bytes + 4 * heads + 16);
 }
 // With the places of its logits and two barriers.
 constexpr int stage_bytes(int key_bytes) {

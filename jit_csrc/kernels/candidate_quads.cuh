@@ -45,7 +45,7 @@ struct CandidateQuads {
         mine += __popc(a | b) | __popc(a) << 16 | uint64_t(__popc(b)) << 32;
       }
       uint64_t total;
-      exclusive_scan<kThreads / 32, uint64_t>(mine, &total);
+      exclusive_scan(Cta<kThreads>{}, mine, &total);
       all += total & 0xffff, first += total >> 16 & 0xffff, second += total >> 32;
     });
     const int after = (first + kRankEvery - 1) / kRankEvery * kRankEvery;
@@ -112,10 +112,9 @@ struct CandidateQuads {
       }
       uint32_t total;
       uint64_t total_of_rows;
-      uint32_t at = written + exclusive_scan<kThreads / 32, uint32_t>(mine, &total);
+      uint32_t at = written + exclusive_scan(Cta<kThreads>{}, mine, &total);
       written += total;
-      uint64_t rank =
-          of_rows + exclusive_scan<kThreads / 32, uint64_t>(mine_of_rows, &total_of_rows);
+      uint64_t rank = of_rows + exclusive_scan(Cta<kThreads>{}, mine_of_rows, &total_of_rows);
       of_rows += total_of_rows;
 #pragma unroll
       for (int j = 0; j < kPer; ++j) {

@@ -37,7 +37,7 @@ struct RowQuads {
         mine |= uint32_t(first + j < p.rows && p.request_of_row[first + j] == request) << j;
       }
       int total;
-      int slot = found + exclusive_scan<kThreads / 32, int>(__popc(mine), &total);
+      int slot = found + exclusive_scan(Cta<kThreads>{}, __popc(mine), &total);
       found += total;
       for (; mine != 0; mine &= mine - 1, ++slot) {
         const int row = first + __ffs(mine) - 1;

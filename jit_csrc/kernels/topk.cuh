@@ -23,21 +23,33 @@
 
 namespace sparse_indexer {
 
-template <typename Key, int Threads>
-struct Topk {
+// The threads of a CTA and the row that it selects: what RowTopk takes from its Task.
+template <int Threads>
+struct RowOfCta : Cta<Threads> {
+  using By = ReadOnly;  // keys are read
+  // The row of keys, of lens and of blocks.
+  static __device__ __forceinline__ unsigned row() { return blockIdx.x; }
+  template <typename Key>
+  static __device__ __forceinline__ const Key* keys(const TopkParams& p) {
+    return static_cast<const Key*>(p.keys) + int64_t(blockIdx.x) * p.stride;
+  }
+  // Shared memory, a multiple of 16: a histogram, then the list.
+  static __device__ uint32_t* shared() {
+    extern __shared__ uint4 bytes[];
+    return reinterpret_cast<uint32_t*>(bytes);
+  }
+};
+
+// All threads of a Task select one row.
+template <typename Key, typename Task>
+struct RowTopk {
   using Params = TopkParams;
-  static constexpr int kThreads = Threads;
-  // 40 registers a thread are enough, but for the older architectures.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-  static constexpr int kMinBlocks = 1024 / Threads;
-#else
-  static constexpr int kMinBlocks = Threads == 1024 ? 1 : 1536 / Threads;
-#endif
+  using By = typename Task::By;
+  static constexpr int kThreads = Task::kThreads;
   static constexpr int kVector = 4;  // columns of a load
-  static constexpr int kWarps = Threads / 32;
-  static constexpr int kRun = 32;  // columns whose order a thread settles
+  static constexpr int kRun = 32;    // columns whose order a thread settles
   static constexpr int kWarpColumns = 32 * kRun;
-  static constexpr int kChunk = Threads * kRun;  // columns compared at a time
+  static constexpr int kChunk = kThreads * kRun;  // columns compared at a time
   static constexpr int kBinBits = topk_config::kBinBits;
   static constexpr int kBins = topk_config::kBins;
   static constexpr int kGroup = topk_config::kGroup;
@@ -46,7 +58,7 @@ struct Topk {
   static constexpr uint32_t kLowest = 0x007fffffu;  // -inf
   static constexpr uint32_t kTop = 0x80000000u;
   static_assert(kSamples * 8 == kGroup, "a group's samples are at one of eight places");
-  using Bins = Histogram<Threads>;
+  using Bins = Histogram<Task>;
   using Four32 = uint32_t[kVector];
 
   struct Kth {
@@ -54,16 +66,12 @@ struct Topk {
     int need;      // how many columns with this key are selected: the first ones
   };
 
-  // Shared memory: a histogram, then the list.
-  static __device__ uint32_t* shared() {
-    extern __shared__ uint4 bytes[];
-    return reinterpret_cast<uint32_t*>(bytes);
-  }
-  static __device__ Bins histogram() { return Bins(shared()); }               // [kBins]
-  static __device__ uint32_t* list_keys() { return shared() + kBins; }        // [p.list]
+  __device__ Bins histogram() const { return Bins(task.shared(), task); }     // [kBins]
+  __device__ uint32_t* list_keys() const { return task.shared() + kBins; }    // [p.list]
   __device__ uint32_t* list_columns() const { return list_keys() + p.list; }  // [p.list]
 
   const Params& p;
+  const Task task;
   const Key* row;
   int columns;
 
@@ -75,10 +83,10 @@ struct Topk {
     return reinterpret_cast<uint64_t>(row) % (kVector * sizeof(Key)) == 0;
   }
 
-  static __device__ void run(const Params& p) {
-    const int r = row_number(p);
+  static __device__ __forceinline__ void run(const Params& p, const Task& task) {
+    const int r = row_number(p, task);
     if (r < 0) return;
-    const int len = p.lens[blockIdx.x];
+    const int len = p.lens[task.row()];
     const uint32_t seen = max(len, 0);
     uint32_t counted = seen;
     if (p.per_column > 1) counted = (seen + p.per_column - 1) / uint32_t(p.per_column);
@@ -90,19 +98,20 @@ struct Topk {
     const bool only_forced = p.force_last && p.k == 1;
     if (columns <= p.k || only_forced) {  // no key is read
       int32_t* out = p.out + int64_t(r) * p.out_stride;
-      for (int i = threadIdx.x; i < p.k; i += Threads) {
-        out[i] = columns > p.k ? place(p, r, columns - 1) : i < columns ? place(p, r, i) : p.unused;
+      for (int i = task.thread(); i < p.k; i += kThreads) {
+        out[i] = columns > p.k ? place(p, task, r, columns - 1)
+                 : i < columns ? place(p, task, r, i)
+                               : p.unused;
       }
       return;
     }
-    const Key* row = static_cast<const Key*>(p.keys) + int64_t(blockIdx.x) * p.stride;
-    Topk{p, row, columns}.select();
+    RowTopk{p, task, task.template keys<Key>(p), columns}.select();
   }
 
-  // The row of out that is this CTA's; -1: none. Asked again where it is needed: registers are
+  // The row of out that is this task's; -1: none. Asked again where it is needed: registers are
   // what is short.
-  static __device__ __forceinline__ int row_number(const Params& p) {
-    return p.rows != nullptr ? __ldg(p.rows + blockIdx.x) : static_cast<int>(blockIdx.x);
+  static __device__ __forceinline__ int row_number(const Params& p, const Task& task) {
+    return p.rows != nullptr ? __ldg(p.rows + task.row()) : static_cast<int>(task.row());
   }
 
   // How many columns are selected, but for the forced one.
@@ -112,7 +121,7 @@ struct Topk {
     uint32_t bound = kLowest;
     int reached = columns;
     if (columns <= p.list) {
-      for (int i = threadIdx.x; i < columns; i += Threads) list_columns()[i] = i;
+      for (int i = task.thread(); i < columns; i += kThreads) list_columns()[i] = i;
     } else if (p.list > 0) {
       bound = sampled_bound();
       reached = list_from(bound);
@@ -137,13 +146,13 @@ struct Topk {
   // Of the row's groups of 64 columns, at most one a thread, eight neighbors each: not always the
   // same eight. A load of 32 bytes, the least that memory is read by.
   __device__ __forceinline__ uint32_t sampled_bound() const {
-    const int groups = columns / kGroup, sampled = min(groups, Threads);
-    const bool samples = threadIdx.x < sampled;
+    const int groups = columns / kGroup, sampled = min(groups, kThreads);
+    const bool samples = task.thread() < sampled;
     uint32_t key[kSamples];
     if (samples) {
-      int group = threadIdx.x;
+      int group = task.thread();
       if (sampled < groups) {
-        group = min(static_cast<int>(float(group) * (float(groups) / float(Threads))), groups - 1);
+        group = min(static_cast<int>(float(group) * (float(groups) / float(kThreads))), groups - 1);
       }
       load_sample(group * kGroup + (group ^ group >> 3 ^ group >> 6) % 8 * kSamples, key);
     }
@@ -175,10 +184,10 @@ struct Topk {
     for (int i = 0; i < kSamples; i += kVector) {
       Four32 four;
       if (vectors()) {
-        ordered(load_four(row + c + i), four);
+        ordered(load_four<By>(row + c + i), four);
       } else {
 #pragma unroll
-        for (int j = 0; j < kVector; ++j) four[j] = load_ordered(row + c + i + j);
+        for (int j = 0; j < kVector; ++j) four[j] = load_ordered<By>(row + c + i + j);
       }
 #pragma unroll
       for (int j = 0; j < kVector; ++j) key[i + j] = four[j];
@@ -191,8 +200,8 @@ struct Topk {
   // the column's key is at least `bound`, or it is the forced one.
   template <int Ahead>
   __device__ __forceinline__ uint32_t reaching(int chunk, uint32_t bound, int& first) const {
-    const int lane = threadIdx.x % 32;
-    const int of_warp = chunk + static_cast<int>(threadIdx.x / 32) * kWarpColumns;
+    const int lane = task.thread() % 32;
+    const int of_warp = chunk + static_cast<int>(task.thread() / 32) * kWarpColumns;
     first = of_warp + lane * kRun;
     const int left = columns - first;  // of the row
     if (of_warp >= columns) return 0;
@@ -207,7 +216,7 @@ struct Topk {
   // Undefined for columns past the row's end.
   template <int Ahead>  // loads in flight
   __device__ __forceinline__ uint32_t above(int of_warp, float bound) const {
-    const int first = of_warp + static_cast<int>(threadIdx.x) % 32 * kVector;
+    const int first = of_warp + static_cast<int>(task.thread()) % 32 * kVector;
     if (!vectors()) return above_singly(first, bound);
     if (of_warp + kWarpColumns <= columns) return above_by_vectors<Ahead, true>(first, bound);
     uint32_t bits = above_by_vectors<2, false>(first, bound);
@@ -232,7 +241,7 @@ struct Topk {
 #pragma unroll
       for (int a = 0; a < Ahead; ++a) {
         if (!All) raw[a] = {};
-        if (All || (v + a) * kStep <= last) raw[a] = load_four(at + (v + a) * kStep);
+        if (All || (v + a) * kStep <= last) raw[a] = load_four<By>(at + (v + a) * kStep);
       }
 #pragma unroll
       for (int a = 0; a < Ahead; ++a) {
@@ -255,15 +264,15 @@ struct Topk {
     for (; i < kRun; ++i) {
       const int c = first + i / kVector * 32 * kVector + i % kVector;
       if (c >= columns) break;
-      if (load_float(row + c) > bound) bits |= kTop >> i;
+      if (load_float<By>(row + c) > bound) bits |= kTop >> i;
     }
     return bits;
   }
 
   // From the bits of `above` to those of 32 consecutive columns a lane, in order of lanes.
-  static __device__ __forceinline__ uint32_t run_of_lane(uint32_t bits) {
+  __device__ __forceinline__ uint32_t run_of_lane(uint32_t bits) const {
     // Eight lanes transpose their 8 x 8 groups of four bits.
-    const int lane = threadIdx.x % 32;
+    const int lane = task.thread() % 32;
     bits = __byte_perm(bits, __shfl_xor_sync(~0u, bits, 4), lane & 4 ? 0x5410 : 0x3276);
     bits = __byte_perm(bits, __shfl_xor_sync(~0u, bits, 2), lane & 2 ? 0x6240 : 0x3715);
     const uint32_t other = __shfl_xor_sync(~0u, bits, 1);
@@ -292,7 +301,7 @@ struct Topk {
       const uint32_t more = reaching<4>(chunk + kChunk, bound, second);
       uint32_t total;
       const uint32_t before =
-          exclusive_scan<kWarps>(uint32_t(__popc(mine) | __popc(more) << 16), &total);
+          exclusive_scan(task, uint32_t(__popc(mine) | __popc(more) << 16), &total);
       uint32_t* at = list_columns() + listed;
       listed += (total & 0xffff) + (total >> 16);
       if (listed > p.list) continue;  // it will not be read
@@ -311,28 +320,28 @@ struct Topk {
     __shared__ uint32_t largest, few[kFew];
     __shared__ int num_few;
     __shared__ Kth kth;
-    if (threadIdx.x == 0) largest = bound, num_few = 0;
-    __syncthreads();  // those, and the list of columns is complete
+    if (task.thread() == 0) largest = bound, num_few = 0;
+    Task::sync();  // those, and the list of columns is complete
     uint32_t high = bound;
-    const int r = row_number(p);
+    const int r = row_number(p, task);
 #pragma unroll 1
-    for (int i = threadIdx.x; i < count; i += 2 * Threads) {
-      const bool both = i + Threads < count;
+    for (int i = task.thread(); i < count; i += 2 * kThreads) {
+      const bool both = i + kThreads < count;
       const int one = static_cast<int>(list_columns()[i]);
-      const int two = both ? static_cast<int>(list_columns()[i + Threads]) : one;
-      const uint32_t keys[2] = {load_ordered(row + one), load_ordered(row + two)};
-      const int places[2] = {place(p, r, one), place(p, r, two)};
+      const int two = both ? static_cast<int>(list_columns()[i + kThreads]) : one;
+      const uint32_t keys[2] = {load_ordered<By>(row + one), load_ordered<By>(row + two)};
+      const int places[2] = {place(p, task, r, one), place(p, task, r, two)};
       if (one != forced()) high = max(high, keys[0]);
       if (two != forced()) high = max(high, keys[1]);
       list_keys()[i] = one != forced() ? keys[0] : kForced;
       list_columns()[i] = places[0];
       if (both) {
-        list_keys()[i + Threads] = two != forced() ? keys[1] : kForced;
-        list_columns()[i + Threads] = places[1];
+        list_keys()[i + kThreads] = two != forced() ? keys[1] : kForced;
+        list_columns()[i + kThreads] = places[1];
       }
     }
     high = max_of_warp(high);
-    if (threadIdx.x % 32 == 0) atomicMax(&largest, high);
+    if (task.thread() % 32 == 0) atomicMax(&largest, high);
     const Bins bins = histogram();
     bins.template clear<kBins>();  // and the largest and the list of keys are complete
 
@@ -341,7 +350,7 @@ struct Topk {
     while (true) {
       const int shift = max(0, 32 - kBinBits - __clz(span));
 #pragma unroll 1
-      for (int i = threadIdx.x; i < count; i += Threads) {
+      for (int i = task.thread(); i < count; i += kThreads) {
         const uint32_t above = list_keys()[i] - low;  // large for keys below
         if (above <= span) bins.count(above >> shift);
       }
@@ -354,14 +363,14 @@ struct Topk {
       bins.template clear<kBins>();
     }
 #pragma unroll 1
-    for (int i = threadIdx.x; i < count; i += Threads) {
+    for (int i = task.thread(); i < count; i += kThreads) {
       const uint32_t key = list_keys()[i];
       if (key - low <= span) few[atomicAdd(&num_few, 1)] = key;
     }
-    __syncthreads();  // the few are complete
-    if (threadIdx.x < 32) {
+    Task::sync();  // the few are complete
+    if (task.thread() < 32) {
       // A lane's key is the k-th if the keys above it and those equal to it enclose what is needed.
-      const int lane = threadIdx.x, n = num_few;
+      const int lane = task.thread(), n = num_few;
       const uint32_t mine = lane < n ? few[lane] : 0;
       int above = 0, equal = 0;
 #pragma unroll 1
@@ -373,21 +382,21 @@ struct Topk {
       const uint32_t found = __ballot_sync(~0u, above < need && need <= above + equal);
       if (lane == __ffs(found) - 1) kth = {mine, need - above};
     }
-    __syncthreads();  // the k-th is known
+    Task::sync();  // the k-th is known
     return kth;
   }
 
   // Writes the selected ones of the listed columns.
   __device__ __forceinline__ void write_listed(const Kth& kth, int count) const {
-    const int per = (count + Threads - 1) / Threads;  // neighbors, since equal keys go by column
-    const int first = threadIdx.x * per, stop = min(first + per, count);
+    const int per = (count + kThreads - 1) / kThreads;  // neighbors, since equal keys go by column
+    const int first = task.thread() * per, stop = min(first + per, count);
     uint32_t counts = 0;
 #pragma unroll 1
     for (int i = first; i < stop; ++i) {
       const uint32_t key = list_keys()[i];
       counts += (key > kth.key) | (key == kth.key) << 16;
     }
-    const uint32_t before = exclusive_scan<kWarps>(counts);
+    const uint32_t before = exclusive_scan(task, counts);
     Writer writer(*this, kth.need, before & 0xffff, before >> 16);
 #pragma unroll 1
     for (int i = first; i < stop; ++i) {
@@ -401,17 +410,17 @@ struct Topk {
   // The smallest key of those that are at least `bound`, but for the forced one.
   __device__ __forceinline__ uint32_t least_from(uint32_t bound) const {
     __shared__ uint32_t least;
-    if (threadIdx.x == 0) least = kForced;
-    __syncthreads();  // before anyone compares
+    if (task.thread() == 0) least = kForced;
+    Task::sync();  // before anyone compares
     uint32_t mine = kForced;
 #pragma unroll 4
-    for (int c = threadIdx.x; c < columns; c += Threads) {
-      const uint32_t key = c != forced() ? load_ordered(row + c) : kForced;
+    for (int c = task.thread(); c < columns; c += kThreads) {
+      const uint32_t key = c != forced() ? load_ordered<By>(row + c) : kForced;
       if (key >= bound) mine = min(mine, key);
     }
     mine = min_of_warp(mine);
-    if (threadIdx.x % 32 == 0) atomicMin(&least, mine);
-    __syncthreads();  // all have compared
+    if (task.thread() % 32 == 0) atomicMin(&least, mine);
+    Task::sync();  // all have compared
     return least;
   }
 
@@ -421,7 +430,7 @@ struct Topk {
 #pragma unroll 1
     for (int chunk = 0; chunk < columns; chunk += kChunk) {
       int first, total;
-      exclusive_scan<kWarps>(__popc(reaching<2>(chunk, bound, first)), &total);
+      exclusive_scan(task, __popc(reaching<2>(chunk, bound, first)), &total);
       count += total;
     }
     return count;
@@ -435,9 +444,9 @@ struct Topk {
     for (int shift = 32 - kBinBits, above = 0;; above = shift, shift = max(0, shift - kBinBits)) {
       bins.template clear<kBins>();
 #pragma unroll 4
-      for (int c = threadIdx.x; c < columns; c += Threads) {
+      for (int c = task.thread(); c < columns; c += kThreads) {
         if (c == forced()) continue;
-        const uint32_t key = load_ordered(row + c);
+        const uint32_t key = load_ordered<By>(row + c);
         if (above == 0 || key >> above == prefix >> above) {
           bins.count((key >> shift) - (prefix >> shift));
         }
@@ -451,7 +460,7 @@ struct Topk {
 
   // Writes the columns above the k-th key and the first ones equal to it.
   __device__ __forceinline__ void write(const Kth& kth) const {
-    const int r = row_number(p);
+    const int r = row_number(p, task);
     uint32_t before_above = 0, before_equal = 0;
 #pragma unroll 1
     for (int chunk = 0; chunk < columns; chunk += kChunk) {
@@ -464,11 +473,12 @@ struct Topk {
       const uint32_t same = left & ~higher;
       uint32_t total;
       const uint32_t before =
-          exclusive_scan<kWarps>(uint32_t(__popc(higher) | __popc(same) << 16), &total);
+          exclusive_scan(task, uint32_t(__popc(higher) | __popc(same) << 16), &total);
       Writer writer(*this, kth.need, before_above + (before & 0xffff),
                     before_equal + (before >> 16));
       before_above += total & 0xffff, before_equal += total >> 16;
-      for_each_bit(left, [&](int i) { writer.write(place(p, r, first + i), same << i >> 31); });
+      for_each_bit(left,
+                   [&](int i) { writer.write(place(p, task, r, first + i), same << i >> 31); });
     }
   }
 
@@ -479,8 +489,8 @@ struct Topk {
     int32_t* out;
     uint32_t need, above, equal;
 
-    __device__ __forceinline__ Writer(const Topk& topk, int need, uint32_t above, uint32_t equal)
-        : out(topk.p.out + int64_t(row_number(topk.p)) * topk.p.out_stride),
+    __device__ __forceinline__ Writer(const RowTopk& topk, int need, uint32_t above, uint32_t equal)
+        : out(topk.p.out + int64_t(row_number(topk.p, topk.task)) * topk.p.out_stride),
           need(need),
           above(above),
           equal(equal) {}
@@ -492,10 +502,10 @@ struct Topk {
     }
   };
 
-  static __device__ __forceinline__ int32_t place(const Params& p, int r, int c) {
+  static __device__ __forceinline__ int32_t place(const Params& p, const Task& task, int r, int c) {
     int position = c;
     if (p.blocks != nullptr)
-      position = p.blocks[blockIdx.x * p.blocks_stride + (c >> 3)] * 8 + (c & 7);
+      position = p.blocks[task.row() * p.blocks_stride + (c >> 3)] * 8 + (c & 7);
     if (p.request_of_row == nullptr) return position;
     const int32_t request = p.request_of_row[r];
     if (p.page_table != nullptr) {
@@ -503,6 +513,22 @@ struct Topk {
       return page * p.page_size + position % p.page_size;
     }
     return position + p.request_starts[request];
+  }
+};
+
+template <typename Key, int Threads>
+struct Topk {
+  using Params = TopkParams;
+  static constexpr int kThreads = Threads;
+  // 40 registers a thread are enough, but for the older architectures.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+  static constexpr int kMinBlocks = 1024 / Threads;
+#else
+  static constexpr int kMinBlocks = Threads == 1024 ? 1 : 1536 / Threads;
+#endif
+
+  static __device__ void run(const Params& p) {
+    RowTopk<Key, RowOfCta<Threads>>::run(p, RowOfCta<Threads>{});
   }
 };
 

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,6 +13,7 @@ from sparse_indexer.formats import HEAD_DIM, INT32_MAX
 from sparse_indexer.index_k import BLOCK_SIZE
 from sparse_indexer.inputs import IndexQ, PrefillIndexerInputs
 from sparse_indexer.ops.candidate_logits import candidate_logits
+from sparse_indexer.ops.candidate_topk import SLOTS, candidate_topk
 from sparse_indexer.ops.dense_block_keys import dense_block_keys
 from sparse_indexer.ops.fused_block_keys import fused_block_keys
 from sparse_indexer.ops.fused_candidate_logits import fused_candidate_logits
@@ -31,6 +33,9 @@ from sparse_indexer.tiling import even_tiles, request_groups
 
 MAX_HEADS = 64
 _UNIT_BLOCKS = 64  # what dense_block_keys scores at least
+# Quads an SM, at least, that are scored and selected by one kernel: the last ones' selection has
+# nothing beside it.
+_ONE_KERNEL_QUADS = 8
 
 
 class QuadKernels(NamedTuple):
@@ -41,6 +46,7 @@ class QuadKernels(NamedTuple):
     pairs: bool  # a quad may have two lists of candidates
     block_keys: Callable[..., None]  # of (keys, queries, weights, quads, first, out)
     candidate_logits: Callable[..., None]  # see ops.candidate_logits
+    candidate_topk: Callable[..., None] | None  # see ops.candidate_topk; of e4m3
 
 
 def _wgmma_block_keys(
@@ -66,11 +72,12 @@ def _mma_sync_block_keys(
 
 
 WGMMA = QuadKernels(
-    ("candidate_logits", "dense_block_keys"),
+    ("candidate_logits", "candidate_topk", "dense_block_keys"),
     bf16=True,
     pairs=True,
     block_keys=_wgmma_block_keys,
     candidate_logits=candidate_logits,
+    candidate_topk=candidate_topk,
 )
 """Of Hopper."""
 MMA_SYNC = QuadKernels(
@@ -79,6 +86,7 @@ MMA_SYNC = QuadKernels(
     pairs=False,
     block_keys=_mma_sync_block_keys,
     candidate_logits=fused_candidate_logits,
+    candidate_topk=None,
 )
 """Of Volta and Turing."""
 
@@ -91,6 +99,8 @@ class _Scope(NamedTuple):
     max_blocks: int  # of one request
     tiles: list[slice]  # of quads
     scratch: Scratch  # for one tile at a time
+    slots: torch.Tensor | None  # of candidate_topk, with its counters; None: it is not called
+    counters: torch.Tensor | None
 
 
 def score(
@@ -124,6 +134,7 @@ def score(
         own_tables=tables is None,
         dense=dense,
         select=out_positions is not None,
+        one_kernel=kernels.candidate_topk is not None and element == torch.uint8 and not dense,
         budget=budget,
     )
     for scope in scopes:
@@ -161,26 +172,30 @@ def score(
             if out_positions is None:
                 continue
             index_q(queries, head_weights, counts=its.counts, **packed)
+            scored: dict[str, Any] = {
+                "entries": its.entries,
+                "ranks": its.ranks,
+                "counts": its.counts,
+                "quad_first": first,
+            }
+            selected: dict[str, Any] = {
+                "out": out_positions,
+                "rows": own.rows.view(-1),
+                "blocks": its.blocks.view(count * 4, n),
+                "request_of_row": None if starts is None else plan.request_of_row,
+                "request_starts": starts,
+            }
+            lens = own.slot_lens.view(-1)
+            if scope.slots is not None:
+                assert kernels.candidate_topk is not None
+                own_scratch = {"slots": scope.slots, "counters": scope.counters}
+                kernels.candidate_topk(
+                    scope.keys, values, weights, lens=lens, **scored, **selected, **own_scratch
+                )
+                continue
             logits = scratch.peek((count * 4, columns * BLOCK_SIZE), torch.float32)
-            kernels.candidate_logits(
-                scope.keys,
-                values,
-                weights,
-                entries=its.entries,
-                ranks=its.ranks,
-                counts=its.counts,
-                quad_first=first,
-                out=logits,
-            )
-            topk(
-                logits,
-                own.slot_lens.view(-1),
-                out=out_positions,
-                rows=own.rows.view(-1),
-                blocks=its.blocks.view(count * 4, n),
-                request_of_row=None if starts is None else plan.request_of_row,
-                request_starts=starts,
-            )
+            kernels.candidate_logits(scope.keys, values, weights, **scored, out=logits)
+            topk(logits, lens, **selected)
 
 
 def _scopes(
@@ -193,9 +208,14 @@ def _scopes(
     own_tables: bool,
     dense: bool,
     select: bool,
+    one_kernel: bool,
     budget: int,
 ) -> Iterator[_Scope]:
-    """As many requests at a time as half the budget holds the keys of, but at least one."""
+    """As many requests at a time as half the budget holds the keys of, but at least one.
+
+    Args:
+        one_kernel: candidates may be scored and selected by one, where that pays and fits.
+    """
     plan = inputs.plan
     where = plan.page_table if plan.page_table is not None else plan.key_starts
     assert where is not None
@@ -203,12 +223,13 @@ def _scopes(
     elements = BLOCK_SIZE * HEAD_DIM + 128 // element.itemsize
     block_bytes = elements * element.itemsize
 
+    query_bytes = 4 * heads * (HEAD_DIM * element.itemsize + 4)
+
     def quad_bytes(longest: int) -> int:
         width = -(-longest // _UNIT_BLOCKS) * _UNIT_BLOCKS if dense else 0
         columns = min(n, longest) * BLOCK_SIZE if select else 0
         tables = tables_bytes(n, longest) if own_tables else 0
-        queries = 4 * heads * (HEAD_DIM * element.itemsize + 4)
-        return queries + 16 * max(width, columns) + tables
+        return query_bytes + 16 * max(width, columns) + tables
 
     def least(blocks: int, longest: int) -> int:
         packed = (blocks + _UNIT_BLOCKS) * block_bytes
@@ -224,21 +245,33 @@ def _scopes(
     planned = []
     for group in groups:
         base, last = quads.requests[group.begin], quads.requests[group.stop - 1]
-        of_quad = quad_bytes(group.longest)
-        packed = (group.size + _UNIT_BLOCKS) * block_bytes
-        most = (budget - packed - Scratch.SLACK) // of_quad // GROUP_QUADS
         stop = last.first_quad + last.quads
-        tiles = even_tiles(base.first_quad, stop, unit=GROUP_QUADS, most=most)
+        packed = (group.size + _UNIT_BLOCKS) * block_bytes + Scratch.SLACK
+        shape, of_quad = None, quad_bytes(group.longest)
+        if one_kernel:
+            ctas = _sm_count(plan.device)
+            shape = (ctas, SLOTS, 4, min(n, group.longest) * BLOCK_SIZE)
+            kept = 4 * (math.prod(shape) + ctas + 1)
+            tiles = _tiles(base.first_quad, stop, (budget - packed - kept) // query_bytes)
+            if tiles and tiles[0].stop - tiles[0].start >= _ONE_KERNEL_QUADS * ctas:
+                packed, of_quad = packed + kept, query_bytes
+            else:
+                shape = None
+        if shape is None:
+            tiles = _tiles(base.first_quad, stop, (budget - packed) // of_quad)
         tile = tiles[0].stop - tiles[0].start
-        planned.append((group, tiles, packed + Scratch.SLACK + tile * of_quad))
+        planned.append((group, tiles, shape, packed + tile * of_quad))
     if not planned:
         return
     # One for all groups: two of them would be two budgets while the second is made.
-    scratch = Scratch(max(nbytes for _, _, nbytes in planned), budget, inputs.plan.device)
-    for (begin, end, blocks, longest), tiles, _ in planned:
+    scratch = Scratch(max(nbytes for *_, nbytes in planned), budget, plan.device)
+    for (begin, end, blocks, longest), tiles, shape, _ in planned:
         base = quads.requests[begin]
-        scratch.clear()
-        keys = scratch.take((blocks + _UNIT_BLOCKS, elements), element)
+        keys = scratch.clear().take((blocks + _UNIT_BLOCKS, elements), element)
+        slots = counters = None
+        if shape is not None:
+            slots = scratch.take(shape, torch.float32)
+            counters = scratch.take((shape[0] + 1,), torch.int32).zero_()
         scratch.keep()
         request_first, request_lens, first = quads.request_first, quads.request_lens, quads.first
         if end - begin < len(quads.requests):
@@ -256,7 +289,17 @@ def _scopes(
             out_values=keys,
             out_scales=None,
         )
-        yield _Scope(keys, first, longest, tiles, scratch)
+        yield _Scope(keys, first, longest, tiles, scratch, slots, counters)
+
+
+def _tiles(first: int, stop: int, most: int) -> list[slice]:
+    """Quads from `first` to `stop - 1`, at most so many at a time; none if that is too few."""
+    most //= GROUP_QUADS
+    return even_tiles(first, stop, unit=GROUP_QUADS, most=most) if most > 0 else []
+
+
+def _sm_count(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _element(inputs: PrefillIndexerInputs, kernels: QuadKernels) -> torch.dtype:

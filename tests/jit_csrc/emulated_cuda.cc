@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // A libcuda.so.1 with one device, of 3 SMs, whose kernels are functions: a launch runs one before
-// it returns. EMULATED_CAPABILITY is 10 * major + minor.
+// it returns. EMULATED_CAPABILITY is 10 * major + minor; a CTA has 48 KB of shared memory, 227 KB
+// from 9.0 on.
 #include "emulated_gpu.h"
+#include "emulated_hopper.h"
 
 #include <cstdlib>
 #include <cstring>
@@ -9,6 +11,8 @@
 #include "emulated_kernels.h"
 
 namespace {
+
+constexpr int kMaxShared = (EMULATED_CAPABILITY < 90 ? 48 : 227) * 1024;
 
 struct Config {
   unsigned grid[3], block[3], shared;
@@ -34,7 +38,7 @@ int cuDeviceGetAttribute(int* out, int which, int) {
   *out = which == 16   ? 3
          : which == 75 ? EMULATED_CAPABILITY / 10
          : which == 76 ? EMULATED_CAPABILITY % 10
-         : which == 97 ? 48 * 1024
+         : which == 97 ? kMaxShared
                        : 0;
   return 0;
 }
@@ -73,7 +77,7 @@ int cuKernelSetAttribute(int, int, uintptr_t, int) {
 }
 int cuLaunchKernelEx(const Config* config, uintptr_t handle, void** params, void**) {
   const auto& kernel = *reinterpret_cast<const EmulatedKernel*>(handle);
-  if (config->block[0] != kernel.threads || config->shared > 48 * 1024) return 1;
+  if (config->block[0] != kernel.threads || config->shared > kMaxShared) return 1;
   emulated::run(config->grid[0], kernel.threads, config->shared, [&] { kernel.run(params[0]); });
   return 0;
 }

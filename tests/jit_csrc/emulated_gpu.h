@@ -123,6 +123,9 @@ inline uint64_t (&own_input())[8] {
 inline void* dynamic_shared;
 inline unsigned dynamic_bytes;
 
+inline std::function<void()> begin_cta = [] {},
+                             between = [] {};  // hooks: a CTA, all threads' turns
+
 inline void run(unsigned grid, unsigned threads, unsigned shared, std::function<void()> kernel) {
   body = std::move(kernel);
   std::vector<uint4> memory(shared / 16 + 1);
@@ -133,6 +136,7 @@ inline void run(unsigned grid, unsigned threads, unsigned shared, std::function<
     fibers.clear(), fibers.resize(threads);
     warps.clear(), warps.resize((threads + 31) / 32);
     waiting = phase = 0, running = static_cast<int>(threads);
+    begin_cta();
     while (stacks.size() < threads) stacks.emplace_back(new char[kStack]);
     for (unsigned i = 0; i < threads; ++i) {
       ucontext_t& context = fibers[i].begin;
@@ -146,6 +150,7 @@ inline void run(unsigned grid, unsigned threads, unsigned shared, std::function<
       for (unsigned i = 0; i < threads; ++i) {
         if (!fibers[i].done) resume(i);
       }
+      between();
       if (!progress) {
         std::fprintf(stderr, "deadlock in CTA %u\n", cta);
         std::abort();

@@ -14,21 +14,27 @@ struct Found {
   int count;
 };
 
-template <int Threads>
+// Of a group of threads: `Cta`, `PartOfCta`.
+template <typename Group>
 struct Histogram {
+  static constexpr int kThreads = Group::kThreads;
+
   uint32_t* bins;    // shared, 16-byte aligned
   uint32_t address;  // the same, as the shared-memory instructions take it
+  Group group;
 
-  __device__ explicit Histogram(uint32_t* shared)
-      : bins(shared), address(static_cast<uint32_t>(__cvta_generic_to_shared(shared))) {}
+  __device__ Histogram(uint32_t* shared, const Group& group)
+      : bins(shared),
+        address(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
+        group(group) {}
 
   template <int Bins>
   __device__ __forceinline__ void clear() const {
     static_assert(Bins % 4 == 0, "cleared by vectors");
-    for (int b = threadIdx.x; b < Bins / 4; b += Threads) {
+    for (int b = group.thread(); b < Bins / 4; b += kThreads) {
       reinterpret_cast<uint4*>(bins)[b] = make_uint4(0, 0, 0, 0);
     }
-    __syncthreads();  // before anyone counts
+    Group::sync();  // before anyone counts
   }
 
   __device__ __forceinline__ void count(uint32_t bin) const {
@@ -45,13 +51,13 @@ struct Histogram {
   // Finds the need-th element from the top; `need` is at most the number of elements.
   template <int Bins>
   __device__ __forceinline__ Found find(int need) const {
-    constexpr int kPer = Bins / Threads, kWarps = Threads / 32;  // a thread's bins, neighbors
-    static_assert(Bins % Threads == 0, "all threads have bins");
+    constexpr int kPer = Bins / kThreads, kWarps = kThreads / 32;  // a thread's bins, neighbors
+    static_assert(Bins % kThreads == 0, "all threads have bins");
     __shared__ uint32_t of_warps[kWarps];
     __shared__ Found found;
-    __syncthreads();  // all have counted
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int first = Bins - (static_cast<int>(threadIdx.x) + 1) * kPer;
+    Group::sync();  // all have counted
+    const int lane = group.thread() % 32, warp = group.thread() / 32;
+    const int first = Bins - (static_cast<int>(group.thread()) + 1) * kPer;
     uint32_t counts[kPer];
     load(first, counts);
     uint32_t sum = 0;
@@ -59,7 +65,7 @@ struct Histogram {
     for (uint32_t count : counts) sum += count;
     const uint32_t of_warp = sum_of_warp(sum);
     if (lane == 0) of_warps[warp] = of_warp;
-    __syncthreads();  // the warps' sums are complete
+    Group::sync();  // the warps' sums are complete
     const int of_lane = lane < kWarps ? static_cast<int>(of_warps[lane]) : 0;
     const int up_to = inclusive_scan_of_warp<kWarps>(of_lane);
     const int there = __ffs(__ballot_sync(~0u, up_to >= need)) - 1;
@@ -75,7 +81,7 @@ struct Histogram {
         }
       }
     }
-    __syncthreads();  // `found` is written, the bins have been read
+    Group::sync();  // `found` is written, the bins have been read
     return found;
   }
 

@@ -26,16 +26,33 @@ __device__ inline float float_below(uint32_t key) {
   return __uint_as_float(key ^ (~static_cast<int32_t>(key) >> 31 | kZero));
 }
 
-// One element, by the read-only path.
-__device__ inline float load_float(const float* at) {
-  return __ldg(at);
+// How memory is read: by the read-only path what no one writes meanwhile, past the L1 what others
+// wrote a moment ago.
+struct ReadOnly {
+  template <typename T>
+  static __device__ __forceinline__ T load(const T* at) {
+    return __ldg(at);
+  }
+};
+struct PastL1 {
+  template <typename T>
+  static __device__ __forceinline__ T load(const T* at) {
+    return __ldcg(at);
+  }
+};
+
+// One element.
+template <typename By>
+__device__ __forceinline__ float load_float(const float* at) {
+  return By::load(at);
 }
-__device__ inline float load_float(const BFloat16* at) {
-  return __uint_as_float(uint32_t(__ldg(reinterpret_cast<const uint16_t*>(at))) << 16);
+template <typename By>
+__device__ __forceinline__ float load_float(const BFloat16* at) {
+  return __uint_as_float(uint32_t(By::load(reinterpret_cast<const uint16_t*>(at))) << 16);
 }
-template <typename Key>
-__device__ inline uint32_t load_ordered(const Key* at) {
-  return ordered(load_float(at));
+template <typename By, typename Key>
+__device__ __forceinline__ uint32_t load_ordered(const Key* at) {
+  return ordered(load_float<By>(at));
 }
 
 // Four elements as they are stored; `at` is a multiple of their bytes.
@@ -50,11 +67,13 @@ struct Four<BFloat16> {
   uint2 bits;
 };
 
+template <typename By>
 __device__ __forceinline__ Four<float> load_four(const float* at) {
-  return {__ldg(reinterpret_cast<const uint4*>(at))};
+  return {By::load(reinterpret_cast<const uint4*>(at))};
 }
+template <typename By>
 __device__ __forceinline__ Four<BFloat16> load_four(const BFloat16* at) {
-  return {__ldg(reinterpret_cast<const uint2*>(at))};
+  return {By::load(reinterpret_cast<const uint2*>(at))};
 }
 
 __device__ __forceinline__ void floats(const Four<float>& v, float (&key)[4]) {

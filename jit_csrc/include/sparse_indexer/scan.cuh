@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sums and extremes over a warp, prefix sums over a warp and a CTA.
+// Sums and extremes over a warp, prefix sums over a warp and threads that work together.
 #pragma once
 
-#include "sparse_indexer/cstdint.h"
+#include "sparse_indexer/threads.cuh"
 
 namespace sparse_indexer {
 
@@ -42,21 +42,22 @@ __device__ __forceinline__ uint32_t min_of_warp(uint32_t value) {
   return ~max_of_warp(~value);
 }
 
-// Sum of `value` over the threads before this one; every thread of a CTA of `Warps` warps calls it.
-// `total`, if not null, gets the sum over all. Holds a barrier before it reads and one after, so
-// two calls may follow each other.
-template <int Warps, typename T>
-__device__ __forceinline__ T exclusive_scan(T value, T* total = nullptr) {
-  static_assert(Warps <= 32, "a warp scans the warps' sums");
-  __shared__ T sums[Warps];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+// Sum of `value` over the threads before this one; every thread of a group (`Cta`, `PartOfCta`)
+// calls it. `total`, if not null, gets the sum over all. Holds a barrier before it reads and one
+// after, so two calls may follow each other.
+template <typename Group, typename T>
+__device__ __forceinline__ T exclusive_scan(const Group& group, T value, T* total = nullptr) {
+  constexpr int kWarps = Group::kThreads / 32;
+  static_assert(kWarps <= 32, "a warp scans the warps' sums");
+  __shared__ T sums[kWarps];
+  const int lane = group.thread() % 32, warp = group.thread() / 32;
   const T inclusive = inclusive_scan_of_warp(value);
   if (lane == 31) sums[warp] = inclusive;
-  __syncthreads();  // the warps' sums are complete
-  const T of_warps = inclusive_scan_of_warp<Warps>(lane < Warps ? sums[lane] : T(0));
+  Group::sync();  // the warps' sums are complete
+  const T of_warps = inclusive_scan_of_warp<kWarps>(lane < kWarps ? sums[lane] : T(0));
   const T before = __shfl_sync(~0u, of_warps, (warp + 31) % 32);
-  if (total != nullptr) *total = __shfl_sync(~0u, of_warps, Warps - 1);
-  __syncthreads();  // and have been read
+  if (total != nullptr) *total = __shfl_sync(~0u, of_warps, kWarps - 1);
+  Group::sync();  // and have been read
   return (warp > 0 ? before : T(0)) + inclusive - value;
 }
 
