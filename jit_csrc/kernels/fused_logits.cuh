@@ -16,7 +16,9 @@ template <StoredKeys Keys, int Heads, bool HalfScores, bool BlockKeys = false>
 struct FusedLogits {
   using Params = FusedLogitsParams;
   static constexpr int kRows = fused_scoring::rows_of_group(Heads);
-  static constexpr int kPositions = BlockKeys ? 4 : 1;  // of a lane: half a block
+  // Of a lane: half a block, unless the row has a warp that does not write, and would wait for so
+  // much at once.
+  static constexpr int kPositions = BlockKeys && Heads == 32 ? 4 : 1;
   using Scoring = FusedScoring<Keys, Heads, kRows, HalfScores, kPositions>;
   static constexpr int kThreads = Scoring::kThreads;
   static constexpr int kMinBlocks = MmaSync::kMinBlocks;
@@ -64,7 +66,10 @@ struct FusedLogits {
         float key = __int_as_float(0xff800000);
 #pragma unroll
         for (int i = 0; i < kPositions; ++i) key = fmaxf(key, logits[i]);
-        key = fmaxf(key, __shfl_xor_sync(~0u, key, 1));
+#pragma unroll
+        for (int step = 1; step < 8 / kPositions; step *= 2) {
+          key = fmaxf(key, __shfl_xor_sync(~0u, key, step));
+        }
         const int block = position / 8;
         if (mine % 8 == 0 && position < len) {
           out[block] = newest == block ? __int_as_float(0x7f800000) : key;

@@ -134,7 +134,12 @@ def score(
         own_tables=tables is None,
         dense=dense,
         select=out_positions is not None,
-        one_kernel=kernels.candidate_topk is not None and element == torch.uint8 and not dense,
+        one_kernel=(
+            kernels.candidate_topk is not None
+            and element == torch.uint8
+            and heads == MAX_HEADS  # fewer are scored faster than one warpgroup selects
+            and not dense
+        ),
         budget=budget,
     )
     for scope in scopes:
