@@ -2,6 +2,7 @@
 """Kernels on a CPU, in a process of their own: `emulate` before anything else loads a libcuda."""
 
 import ctypes
+import hashlib
 import re
 import subprocess
 from collections.abc import Callable, Sequence
@@ -26,21 +27,15 @@ def emulate(kernels: Sequence[Kernel], capability: int, folder: Path) -> None:
 
     Args:
         capability: 10 * major + minor.
-        folder: an empty one of its own.
+        folder: where the same kernels may have been compiled before.
     """
     import tvm_ffi
 
-    for source in (*SOURCES.joinpath("kernels").iterdir(), *SOURCES.joinpath("include").rglob("*")):
-        if source.suffix in (".h", ".cuh"):
-            path = folder / source.relative_to(SOURCES)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(_plain(source.read_text()))
-    (folder / "emulated_kernels.h").write_text(_table(kernels))
+    table = _table(kernels)
+    folder = folder / hashlib.sha256(f"{capability} {table}".encode()).hexdigest()[:12]
     library = folder / "libcuda.so.1"
-    command = ["g++", "-std=c++17", "-O2", "-shared", "-fPIC", "-w", "-ffp-contract=off"]
-    command += [f"-I{folder}", f"-I{folder / 'include'}", f"-I{CSRC}", "-Wl,-soname,libcuda.so.1"]
-    command += [f"-DEMULATED_CAPABILITY={capability}", f"-D__CUDA_ARCH__={capability}0"]
-    subprocess.run([*command, "-o", library, CSRC / "emulated_cuda.cc"], check=True)
+    if not library.exists():
+        _compile(table, capability, library)
     ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
     for kernel in kernels:
         stored = host_artifact(kernel)
@@ -48,6 +43,20 @@ def emulate(kernels: Sequence[Kernel], capability: int, folder: Path) -> None:
         module = tvm_ffi.load_module(stored.path)
         module.load(kernel.name, 0, b"", list(kernel.variants))
         kernel.loaded[_CPU] = _Entries(module)  # type: ignore[assignment]
+
+
+def _compile(table: str, capability: int, library: Path) -> None:
+    folder = library.parent
+    for source in (*SOURCES.joinpath("kernels").iterdir(), *SOURCES.joinpath("include").rglob("*")):
+        if source.suffix in (".h", ".cuh"):
+            path = folder / source.relative_to(SOURCES)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(_plain(source.read_text()))
+    (folder / "emulated_kernels.h").write_text(table)
+    command = ["g++", "-std=c++17", "-O2", "-shared", "-fPIC", "-w", "-ffp-contract=off"]
+    command += [f"-I{folder}", f"-I{folder / 'include'}", f"-I{CSRC}", "-Wl,-soname,libcuda.so.1"]
+    command += [f"-DEMULATED_CAPABILITY={capability}", f"-D__CUDA_ARCH__={capability}0"]
+    subprocess.run([*command, "-o", library, CSRC / "emulated_cuda.cc"], check=True)
 
 
 def on_cpu(kind: type[Any], **attributes: object) -> Any:

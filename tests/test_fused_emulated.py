@@ -55,9 +55,9 @@ print("done")
 
 
 @needs_gxx
-def test_emulated_topk_within_48_kilobytes(tmp_path: Path) -> None:
+def test_emulated_topk_within_48_kilobytes(emulated: Path) -> None:
     """More is no launch; see emulated_cuda.cc."""
-    assert run_python(TOPK.format(folder=str(tmp_path))) == "done\n"
+    assert run_python(TOPK.format(folder=str(emulated))) == "done\n"
 
 
 BACKEND = """
@@ -76,9 +76,9 @@ print(report.backend, report.selecting_rows > 80)
 
 @needs_gxx
 @pytest.mark.parametrize(("capability", "form"), [(70, "fp8"), (75, "bf16")])
-def test_emulated_backend(capability: int, form: str, tmp_path: Path) -> None:
+def test_emulated_backend(capability: int, form: str, emulated: Path) -> None:
     """It passes the conformance kit."""
-    script = BACKEND.format(capability=capability, form=form, folder=str(tmp_path))
+    script = BACKEND.format(capability=capability, form=form, folder=str(emulated))
     assert run_python(script) == "sm70 True\n"
 
 
@@ -109,15 +109,15 @@ for call in (
 
 
 @needs_gxx
-def test_the_peak_is_one_budget(tmp_path: Path) -> None:
+def test_the_peak_is_one_budget(emulated: Path) -> None:
     """Of requests whose keys do not fit together, one after the other."""
-    assert run_python(MEMORY.format(folder=str(tmp_path))) == "True True "
+    assert run_python(MEMORY.format(folder=str(emulated))) == "True True "
 
 
 @needs_gxx
 @pytest.mark.parametrize("capability", [70, 75])
-def test_emulated(capability: int, tmp_path: Path) -> None:
+def test_emulated(capability: int, emulated: Path) -> None:
     """Both layouts of fragments, and all around them, by the definition of the instructions."""
-    script = SCRIPT.format(capability=capability, folder=str(tmp_path))
+    script = SCRIPT.format(capability=capability, folder=str(emulated))
     script += "".join(f"tests.{call}\nprint({name!r})\n" for name, call in CALLS.items())
     assert run_python(script).splitlines() == list(CALLS)

@@ -60,15 +60,15 @@ def script(folder: Path, calls: dict[str, str], *more: str, capability: int) -> 
 
 
 @needs_gxx
-def test_emulated(tmp_path: Path) -> None:
-    text = script(tmp_path, CALLS, capability=70)
+def test_emulated(emulated: Path) -> None:
+    text = script(emulated, CALLS, capability=70)
     assert run_python(text).splitlines() == list(CALLS)
 
 
 @needs_gxx
 @pytest.mark.parametrize("capability", [70, 75])
-def test_emulated_beside_the_fused_route(capability: int, tmp_path: Path) -> None:
-    text = script(tmp_path, BESIDE_FUSED, *FUSED, capability=capability)
+def test_emulated_beside_the_fused_route(capability: int, emulated: Path) -> None:
+    text = script(emulated, BESIDE_FUSED, *FUSED, capability=capability)
     assert run_python(text).splitlines() == list(BESIDE_FUSED)
 
 
@@ -84,9 +84,9 @@ print(report.backend, report.selecting_rows > 300)
 
 @needs_gxx
 @pytest.mark.parametrize(("heads", "route"), [(32, "gemm"), (64, "gemm"), (96, "auto")])
-def test_emulated_backend(heads: int, route: str, tmp_path: Path) -> None:
+def test_emulated_backend(heads: int, route: str, emulated: Path) -> None:
     """It passes the conformance kit in all formats, in many tiles."""
-    text = script(tmp_path, {}, capability=75) + KIT.format(heads=heads, route=route)
+    text = script(emulated, {}, capability=75) + KIT.format(heads=heads, route=route)
     assert run_python(text) == "sm70 True\n"
 
 
@@ -131,7 +131,7 @@ for name, call in {
 
 
 @needs_gxx
-def test_the_peak_is_one_budget(tmp_path: Path) -> None:
+def test_the_peak_is_one_budget(emulated: Path) -> None:
     """Over requests, tiles and chunks, of all that torch allocates."""
-    text = script(tmp_path, {}, capability=70) + MEMORY
+    text = script(emulated, {}, capability=70) + MEMORY
     assert run_python(text).splitlines() == ["publish", "own", "select", "topk"]

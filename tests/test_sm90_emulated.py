@@ -41,6 +41,6 @@ CASES = {
 
 @needs_gxx
 @pytest.mark.parametrize("name", CASES)
-def test_emulated(name: str, tmp_path: Path) -> None:
-    script = SCRIPT.format(folder=str(tmp_path)) + f"{CASES[name]}\nprint('done')\n"
+def test_emulated(name: str, emulated: Path) -> None:
+    script = SCRIPT.format(folder=str(emulated)) + f"{CASES[name]}\nprint('done')\n"
     assert run_python(script) == "done\n"
