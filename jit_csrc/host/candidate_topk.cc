@@ -117,13 +117,13 @@ void candidate_topk(TensorView keys, TensorView queries, TensorView weights, Ten
   topk.per_column = 1;
   topk.page_size = 1;
   const int64_t scoring = config::scoring_bytes(heads);
-  topk.list = static_cast<int32_t>(
-      topk_list(columns, k, config::kSelectors, on_device(device).max_shared_bytes - scoring));
+  topk.list = static_cast<int32_t>(topk_list(columns, k, config::kSelectors, config::kBinBits,
+                                             config::kSelectBytes / config::groups(heads)));
   params.counters = data<int32_t>(counters);
   Launch(heads == 32 ? "candidate_topk_32" : "candidate_topk_64", device)
       .grid(ctas)
-      .block(config::kThreads)
-      .shared(scoring + topk_shared_bytes(topk.list))
+      .block(config::threads(heads))
+      .shared(scoring + config::kSelectBytes)
       .pdl()
       .run(params);
 }

@@ -112,13 +112,14 @@ void topk(TensorView keys, TensorView lens, TensorView out, Optional<TensorView>
   const bool alone = key_rows <= gpu.sm_count && width > 8192;
   const int threads = topk_config::kThreads[alone ? 2 : width > 16384 ? 1 : 0];
   const int64_t most = gpu.capability < 80 ? kLeastSharedBytes : gpu.max_shared_bytes;
-  params.list = static_cast<int32_t>(topk_list(width, k, threads, most));
+  params.list = static_cast<int32_t>(
+      topk_list(width, k, threads, topk_config::kBinBits, most - topk_config::kStaticBytes));
   const std::string symbol =
       (same(keys.dtype(), float32) ? "topk_f32_" : "topk_bf16_") + std::to_string(threads);
   Launch(symbol, device)
       .grid(key_rows)
       .block(threads)
-      .shared(topk_shared_bytes(params.list))
+      .shared(topk_shared_bytes(params.list, topk_config::kBinBits))
       .pdl()
       .run(params);
 }

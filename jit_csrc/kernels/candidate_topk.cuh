@@ -26,7 +26,7 @@ template <int Heads>
 struct CandidateTopk {
   using Params = CandidateTopkParams;
   // Weights of so many heads are kept in registers: of more, ptxas spills.
-  static constexpr int kKept = Heads == 32 ? 24 : 48;
+  static constexpr int kKept = Heads == 32 ? 4 : 48;
   // A quad without candidates has a unit, too: its rows are written.
   using Scoring = CandidateScoring<Element::kE4m3, Heads, candidate_topk_config::stages(Heads),
                                    kKept, /*LeastUnits=*/1>;
@@ -35,14 +35,19 @@ struct CandidateTopk {
   static constexpr int kSelectors = candidate_topk_config::kSelectors;
   static constexpr int kSlots = candidate_topk_config::kSlots;
   static constexpr int kAlone = kSlots - 1;  // slots of quads that a CTA scores alone
-  static constexpr int kThreads = candidate_topk_config::kThreads;
-  static_assert(kThreads == kFirstSelector + kSelectors, "one warpgroup produces");
+  static constexpr int kGroups = candidate_topk_config::groups(Heads);
+  static constexpr int kThreads = candidate_topk_config::threads(Heads);
+  static_assert(kThreads == kFirstSelector + kSelectors * kGroups, "one warpgroup produces");
   static constexpr int kMinBlocks = 1;
   static constexpr int kConsumerWarps = Scoring::kConsumers / 32;
-  // Registers of a thread: together no more than a launch of kThreads with 128 each.
-  static constexpr int kOfProducer = 40, kOfConsumer = 208, kOfSelector = 56;
-  static_assert(128 * kOfProducer + Scoring::kConsumers * kOfConsumer + kSelectors * kOfSelector <=
-                    kThreads * 128,
+  // Registers of a thread, and at the launch.
+  static constexpr int kOfProducer = kGroups == 2 ? 32 : 40;
+  static constexpr int kOfConsumer = kGroups == 2 ? 176 : 208;
+  static constexpr int kOfSelector = kGroups == 2 ? 48 : 56;
+  static constexpr int kAtLaunch = 65536 / kThreads / 8 * 8;
+  static_assert(128 * kOfProducer + Scoring::kConsumers * kOfConsumer +
+                        kSelectors * kGroups * kOfSelector <=
+                    kThreads * kAtLaunch,
                 "else setmaxnreg waits forever");
 
   // What the selectors do.
@@ -137,9 +142,10 @@ struct CandidateTopk {
     }
   };
 
-  // A row of a slot, selected by the selectors.
-  struct RowOfSlot : PartOfCta<kSelectors, kFirstSelector, 1> {
+  // A row of a slot, selected by a group of selectors.
+  struct RowOfSlot : PartOfCta<kSelectors, kFirstSelector, kGroups, 1> {
     using By = PastL1;  // what the consumers, perhaps of other CTAs, wrote
+    static constexpr int kBinBits = candidate_topk_config::kBinBits;
     const float* at;
     unsigned number;
 
@@ -150,9 +156,11 @@ struct CandidateTopk {
     __device__ __forceinline__ const Key* keys(const TopkParams&) const {
       return at;
     }
-    static __device__ __forceinline__ uint32_t* shared() {
+    __device__ __forceinline__ uint32_t* shared() const {
       extern __shared__ __align__(128) uint8_t raw[];
-      return reinterpret_cast<uint32_t*>(raw + candidate_topk_config::scoring_bytes(Heads));
+      constexpr int kBytes = candidate_topk_config::kSelectBytes / kGroups;
+      return reinterpret_cast<uint32_t*>(raw + candidate_topk_config::scoring_bytes(Heads) +
+                                         this->group() * kBytes);
     }
   };
 
@@ -164,15 +172,18 @@ struct CandidateTopk {
     if (threadIdx.x == kFirstSelector) turn = {s.scoring.part, -1, 0, -1, kAlone};
     while (true) {
       if (threadIdx.x == kFirstSelector) next(p, s, turn);
-      RowOfSlot::sync();  // the turn is known, and all its logits are written
+      RowOfSlot::sync_groups();  // the turn is known, and all its logits are written
       if (turn.quad < 0) return;
 #pragma unroll 1
-      for (int r = 0; r < Scoring::kRows; ++r) {
+      for (int r = static_cast<int>(threadIdx.x - kFirstSelector) / kSelectors; r < Scoring::kRows;
+           r += kGroups) {
         const float* at = slot_of(p, s.number, turn.slot) + r * p.logits.out_stride;
         const auto row = static_cast<unsigned>(turn.quad * Scoring::kRows + r);
-        RowTopk<float, RowOfSlot>::run(p.topk, RowOfSlot(at, row));
-        RowOfSlot::sync();  // the row's logits and shared memory have been read
+        const RowOfSlot task(at, row);
+        RowTopk<float, RowOfSlot>::run(p.topk, task);
+        task.sync();  // the row's shared memory has been read
       }
+      RowOfSlot::sync_groups();  // all rows' logits, and the turn, have been read
       if (threadIdx.x == kFirstSelector && turn.slot < kAlone) barrier_arrive(&s.free[turn.slot]);
     }
   }

@@ -15,17 +15,24 @@ struct CandidateTopkParams {
 
 namespace candidate_topk_config {
 
-constexpr int kSelectors = 128;  // threads of a CTA that select
-constexpr int kThreads = 128 * (1 + candidate_logits_config::kWarpgroups) + kSelectors;
+constexpr int kSelectors = 128;  // threads that select a row
+// Of 32 heads a quad is scored in half the time, so two of its rows are selected at a time.
+constexpr int groups(int heads) {
+  return heads == 32 ? 2 : 1;
+}
+constexpr int threads(int heads) {
+  return 128 * (1 + candidate_logits_config::kWarpgroups) + kSelectors * groups(heads);
+}
 constexpr int kSlots = 3;  // of a CTA: two for its own quads, one for a quad of several CTAs
-// Shared memory kept for the selection: k 2048 of 16,384 columns.
+// Shared memory of the selection: k 2048 of 16,384 columns at a time, or twice k 640.
 constexpr int kSelectBytes = 44 * 1024;
+constexpr int kBinBits = 10;  // of its histogram
 
 constexpr int stages(int heads) {
   return (225 * 1024 - kSelectBytes - candidate_logits_config::query_bytes(128, heads)) /
          candidate_logits_config::stage_bytes(128);
 }
-// Before the histogram and the list: a multiple of 16.
+// Before the histograms and the lists: a multiple of 16.
 constexpr int scoring_bytes(int heads) {
   return candidate_logits_config::query_bytes(128, heads) +
          stages(heads) * candidate_logits_config::stage_bytes(128) + 256;

@@ -26,7 +26,8 @@ namespace sparse_indexer {
 // The threads of a CTA and the row that it selects: what RowTopk takes from its Task.
 template <int Threads>
 struct RowOfCta : Cta<Threads> {
-  using By = ReadOnly;  // keys are read
+  using By = ReadOnly;                                    // keys are read
+  static constexpr int kBinBits = topk_config::kBinBits;  // of a key at a time
   // The row of keys, of lens and of blocks.
   static __device__ __forceinline__ unsigned row() { return blockIdx.x; }
   template <typename Key>
@@ -50,8 +51,8 @@ struct RowTopk {
   static constexpr int kRun = 32;    // columns whose order a thread settles
   static constexpr int kWarpColumns = 32 * kRun;
   static constexpr int kChunk = kThreads * kRun;  // columns compared at a time
-  static constexpr int kBinBits = topk_config::kBinBits;
-  static constexpr int kBins = topk_config::kBins;
+  static constexpr int kBinBits = Task::kBinBits;
+  static constexpr int kBins = 1 << kBinBits;
   static constexpr int kGroup = topk_config::kGroup;
   static constexpr int kSamples = topk_config::kSamples;
   static constexpr uint32_t kForced = 0xffffffffu;  // above every key
@@ -317,11 +318,15 @@ struct RowTopk {
   // go, meanwhile, and finds the k-th key.
   __device__ __forceinline__ Kth settle_listed(uint32_t bound, int count) const {
     constexpr int kFew = 32;  // keys that a warp settles
-    __shared__ uint32_t largest, few[kFew];
-    __shared__ int num_few;
-    __shared__ Kth kth;
-    if (task.thread() == 0) largest = bound, num_few = 0;
-    Task::sync();  // those, and the list of columns is complete
+    struct Shared {
+      uint32_t largest, few[kFew];
+      int num_few;
+      Kth kth;
+    };
+    __shared__ Shared of_groups[Task::kGroups];
+    Shared& s = of_groups[task.group()];
+    if (task.thread() == 0) s.largest = bound, s.num_few = 0;
+    task.sync();  // those, and the list of columns is complete
     uint32_t high = bound;
     const int r = row_number(p, task);
 #pragma unroll 1
@@ -341,11 +346,11 @@ struct RowTopk {
       }
     }
     high = max_of_warp(high);
-    if (task.thread() % 32 == 0) atomicMax(&largest, high);
+    if (task.thread() % 32 == 0) atomicMax(&s.largest, high);
     const Bins bins = histogram();
     bins.template clear<kBins>();  // and the largest and the list of keys are complete
 
-    uint32_t low = bound, span = largest - bound;  // the k-th is in [low, low + span]
+    uint32_t low = bound, span = s.largest - bound;  // the k-th is in [low, low + span]
     int need = wanted();
     while (true) {
       const int shift = max(0, 32 - kBinBits - __clz(span));
@@ -365,25 +370,25 @@ struct RowTopk {
 #pragma unroll 1
     for (int i = task.thread(); i < count; i += kThreads) {
       const uint32_t key = list_keys()[i];
-      if (key - low <= span) few[atomicAdd(&num_few, 1)] = key;
+      if (key - low <= span) s.few[atomicAdd(&s.num_few, 1)] = key;
     }
-    Task::sync();  // the few are complete
+    task.sync();  // the few are complete
     if (task.thread() < 32) {
       // A lane's key is the k-th if the keys above it and those equal to it enclose what is needed.
-      const int lane = task.thread(), n = num_few;
-      const uint32_t mine = lane < n ? few[lane] : 0;
+      const int lane = task.thread(), n = s.num_few;
+      const uint32_t mine = lane < n ? s.few[lane] : 0;
       int above = 0, equal = 0;
 #pragma unroll 1
       for (int i = 0; i < n; ++i) {
-        const uint32_t key = few[i];
+        const uint32_t key = s.few[i];
         above += key > mine;
         equal += key == mine;
       }
       const uint32_t found = __ballot_sync(~0u, above < need && need <= above + equal);
-      if (lane == __ffs(found) - 1) kth = {mine, need - above};
+      if (lane == __ffs(found) - 1) s.kth = {mine, need - above};
     }
-    Task::sync();  // the k-th is known
-    return kth;
+    task.sync();  // the k-th is known
+    return s.kth;
   }
 
   // Writes the selected ones of the listed columns.
@@ -409,9 +414,10 @@ struct RowTopk {
 
   // The smallest key of those that are at least `bound`, but for the forced one.
   __device__ __forceinline__ uint32_t least_from(uint32_t bound) const {
-    __shared__ uint32_t least;
+    __shared__ uint32_t of_groups[Task::kGroups];
+    uint32_t& least = of_groups[task.group()];
     if (task.thread() == 0) least = kForced;
-    Task::sync();  // before anyone compares
+    task.sync();  // before anyone compares
     uint32_t mine = kForced;
 #pragma unroll 4
     for (int c = task.thread(); c < columns; c += kThreads) {
@@ -420,7 +426,7 @@ struct RowTopk {
     }
     mine = min_of_warp(mine);
     if (task.thread() % 32 == 0) atomicMin(&least, mine);
-    Task::sync();  // all have compared
+    task.sync();  // all have compared
     return least;
   }
 

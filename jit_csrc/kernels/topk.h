@@ -31,7 +31,6 @@ struct TopkParams {
 namespace topk_config {
 
 constexpr int kBinBits = 11;
-constexpr int kBins = 1 << kBinBits;
 constexpr int kGroup = 64;                    // columns, of which
 constexpr int kSamples = 8;                   // are a sample
 constexpr int kThreads[] = {256, 512, 1024};  // of a row: short, long, alone on an SM

@@ -13,7 +13,7 @@ from sparse_indexer.formats import HEAD_DIM, INT32_MAX
 from sparse_indexer.index_k import BLOCK_SIZE
 from sparse_indexer.inputs import IndexQ, PrefillIndexerInputs
 from sparse_indexer.ops.candidate_logits import candidate_logits
-from sparse_indexer.ops.candidate_topk import SLOTS, candidate_topk
+from sparse_indexer.ops.candidate_topk import MOST, SLOTS, candidate_topk
 from sparse_indexer.ops.dense_block_keys import dense_block_keys
 from sparse_indexer.ops.fused_block_keys import fused_block_keys
 from sparse_indexer.ops.fused_candidate_logits import fused_candidate_logits
@@ -137,7 +137,8 @@ def score(
         one_kernel=(
             kernels.candidate_topk is not None
             and element == torch.uint8
-            and heads == MAX_HEADS  # fewer are scored faster than one warpgroup selects
+            and out_positions is not None
+            and out_positions.shape[1] <= MOST[heads]
             and not dense
         ),
         budget=budget,

@@ -34,7 +34,7 @@ struct Histogram {
     for (int b = group.thread(); b < Bins / 4; b += kThreads) {
       reinterpret_cast<uint4*>(bins)[b] = make_uint4(0, 0, 0, 0);
     }
-    Group::sync();  // before anyone counts
+    group.sync();  // before anyone counts
   }
 
   __device__ __forceinline__ void count(uint32_t bin) const {
@@ -53,9 +53,11 @@ struct Histogram {
   __device__ __forceinline__ Found find(int need) const {
     constexpr int kPer = Bins / kThreads, kWarps = kThreads / 32;  // a thread's bins, neighbors
     static_assert(Bins % kThreads == 0, "all threads have bins");
-    __shared__ uint32_t of_warps[kWarps];
-    __shared__ Found found;
-    Group::sync();  // all have counted
+    __shared__ uint32_t warps_of_groups[Group::kGroups][kWarps];
+    __shared__ Found found_of_groups[Group::kGroups];
+    uint32_t (&of_warps)[kWarps] = warps_of_groups[group.group()];
+    Found& found = found_of_groups[group.group()];
+    group.sync();  // all have counted
     const int lane = group.thread() % 32, warp = group.thread() / 32;
     const int first = Bins - (static_cast<int>(group.thread()) + 1) * kPer;
     uint32_t counts[kPer];
@@ -65,7 +67,7 @@ struct Histogram {
     for (uint32_t count : counts) sum += count;
     const uint32_t of_warp = sum_of_warp(sum);
     if (lane == 0) of_warps[warp] = of_warp;
-    Group::sync();  // the warps' sums are complete
+    group.sync();  // the warps' sums are complete
     const int of_lane = lane < kWarps ? static_cast<int>(of_warps[lane]) : 0;
     const int up_to = inclusive_scan_of_warp<kWarps>(of_lane);
     const int there = __ffs(__ballot_sync(~0u, up_to >= need)) - 1;
@@ -81,7 +83,7 @@ struct Histogram {
         }
       }
     }
-    Group::sync();  // `found` is written, the bins have been read
+    group.sync();  // `found` is written, the bins have been read
     return found;
   }
 

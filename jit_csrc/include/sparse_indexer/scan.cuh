@@ -49,15 +49,16 @@ template <typename Group, typename T>
 __device__ __forceinline__ T exclusive_scan(const Group& group, T value, T* total = nullptr) {
   constexpr int kWarps = Group::kThreads / 32;
   static_assert(kWarps <= 32, "a warp scans the warps' sums");
-  __shared__ T sums[kWarps];
+  __shared__ T sums_of_groups[Group::kGroups][kWarps];
+  T(&sums)[kWarps] = sums_of_groups[group.group()];
   const int lane = group.thread() % 32, warp = group.thread() / 32;
   const T inclusive = inclusive_scan_of_warp(value);
   if (lane == 31) sums[warp] = inclusive;
-  Group::sync();  // the warps' sums are complete
+  group.sync();  // the warps' sums are complete
   const T of_warps = inclusive_scan_of_warp<kWarps>(lane < kWarps ? sums[lane] : T(0));
   const T before = __shfl_sync(~0u, of_warps, (warp + 31) % 32);
   if (total != nullptr) *total = __shfl_sync(~0u, of_warps, kWarps - 1);
-  Group::sync();  // and have been read
+  group.sync();  // and have been read
   return (warp > 0 ? before : T(0)) + inclusive - value;
 }
 

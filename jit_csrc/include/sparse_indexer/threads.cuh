@@ -9,23 +9,39 @@ namespace sparse_indexer {
 template <int Threads>
 struct Cta {
   static constexpr int kThreads = Threads;
+  static constexpr int kGroups = 1;  // that do the same, each with shared memory of its own
+  static __device__ __forceinline__ int group() { return 0; }
   static __device__ __forceinline__ unsigned thread() { return threadIdx.x; }
   static __device__ __forceinline__ void sync() { __syncthreads(); }
 };
 
-// From thread `First` on, with a barrier of their own: one of 1 to 15. An object's thread number is
-// not computed again, nor is what follows from it kept from one object to the next.
-template <int Threads, int First, int Barrier>
+// From thread `First` on, `Groups` times so many, with barriers of their own: of 1 to 15, from
+// `Barrier` on. An object's numbers are not computed again, nor is what follows from them kept from
+// one object to the next.
+template <int Threads, int First, int Groups, int Barrier>
 struct PartOfCta {
   static constexpr int kThreads = Threads;
+  static constexpr int kGroups = Groups;
   static_assert(Threads % 32 == 0 && First % 32 == 0, "whole warps");
-  static_assert(Barrier > 0 && Barrier < 16, "0 is the CTA's");
-  unsigned own = threadIdx.x - First;
+  static_assert(Barrier > 0 && Barrier + Groups < 16, "0 is the CTA's");
+  unsigned all = threadIdx.x - First;
 
-  __device__ __forceinline__ PartOfCta() { asm volatile("" : "+r"(own)); }
-  __device__ __forceinline__ unsigned thread() const { return own; }
-  static __device__ __forceinline__ void sync() {
-    asm volatile("bar.sync %0, %1;" ::"n"(Barrier), "n"(Threads) : "memory");
+  __device__ __forceinline__ PartOfCta() { asm volatile("" : "+r"(all)); }
+  __device__ __forceinline__ unsigned thread() const { return Groups == 1 ? all : all % Threads; }
+  __device__ __forceinline__ int group() const {
+    return Groups == 1 ? 0 : static_cast<int>(all / Threads);
+  }
+  __device__ __forceinline__ void sync() const { sync_threads<Threads>(Barrier + group()); }
+
+  // Of all groups.
+  static __device__ __forceinline__ void sync_groups() {
+    sync_threads<Threads * Groups>(Barrier + Groups);
+  }
+
+ private:
+  template <int Count>
+  static __device__ __forceinline__ void sync_threads(int barrier) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(Count) : "memory");
   }
 };
 

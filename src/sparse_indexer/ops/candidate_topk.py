@@ -9,6 +9,8 @@ from sparse_indexer.errors import blame_argument
 from sparse_indexer.jit import Kernel, load
 
 SLOTS = 3  # of a CTA, as in kernels/candidate_topk.h
+MOST = {32: 640, 64: 2048}
+"""Of so many heads, positions a row up to which the selection of 16,384 columns keeps a list."""
 
 KERNEL = Kernel(
     "candidate_topk",

@@ -10,9 +10,9 @@
 
 namespace sparse_indexer {
 
-// Of a histogram and a list.
-inline int64_t topk_shared_bytes(int64_t list) {
-  return 4 * topk_config::kBins + 8 * list;
+// Of a histogram of 2^bin_bits bins and a list.
+inline int64_t topk_shared_bytes(int64_t list, int bin_bits) {
+  return (int64_t(4) << bin_bits) + 8 * list;
 }
 
 // How many columns reach the bound that the kernel takes from a sample, and 6 deviations more.
@@ -26,10 +26,10 @@ inline int64_t topk_list_length(int64_t width, int64_t k, int threads) {
   return std::min<int64_t>(width, int64_t((rank + 6 * std::sqrt(rank)) * of_sample));
 }
 
-// The same if it fits within so many bytes, else 0: no list.
-inline int64_t topk_list(int64_t width, int64_t k, int threads, int64_t bytes) {
+// The same if it fits within so many bytes beside the histogram, else 0: no list.
+inline int64_t topk_list(int64_t width, int64_t k, int threads, int bin_bits, int64_t bytes) {
   const int64_t list = topk_list_length(width, k, threads);
-  return topk_shared_bytes(list) + topk_config::kStaticBytes <= bytes ? list : 0;
+  return topk_shared_bytes(list, bin_bits) <= bytes ? list : 0;
 }
 
 }  // namespace sparse_indexer
