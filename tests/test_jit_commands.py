@@ -498,7 +498,7 @@ def test_doctor_where_nothing_is_there(root: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(doctor, "driver_version", lambda: None)
     lines = doctor.report()
     assert [text for name, text in lines if name == "fix"] == [
-        doctor.hints.NO_DEVICE_COMPILER,
+        doctor.hints.no_device_compiler(),
         doctor.hints.NO_HOST_COMPILER,
     ]
     assert ("driver", "none") in lines
