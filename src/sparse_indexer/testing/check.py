@@ -233,12 +233,14 @@ class _Run:
         source, consumer = self.case.source, self.case.consumer
         yield "publish: blocks are well-formed", blocks_problem(candidates)
         want_own, want_selected, want_full = (torch.empty_like(t) for t in (own, selected, full))
-        oracle_candidates = self.oracle.publish_prefill(source, want_own)
+        oracle_candidates = self.oracle.publish_prefill(source)
+        # Of its own blocks, which within the tolerance may be others than the oracle's.
+        self.oracle.select_prefill(candidates, source, want_own)
         self.oracle.select_prefill(candidates, consumer, want_selected)
         self.oracle.topk_prefill(consumer, want_full)
         pairs = (
             ("publish: blocks", candidates.blocks, oracle_candidates.blocks, source),
-            ("publish: own positions", own, want_own, source),
+            ("publish: own positions among its candidates", own, want_own, source),
             ("select: positions among its candidates", selected, want_selected, consumer),
             ("topk: positions", full, want_full, consumer),
         )
