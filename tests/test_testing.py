@@ -417,6 +417,27 @@ def test_bad_arguments_say_argument_expected_got(bad: dict, message: str) -> Non
         check_backend(arguments.pop("indexer"), **arguments)
 
 
+@pytest.mark.parametrize(
+    ("attribute", "value", "message"),
+    [
+        ("topk", "8", "indexer.topk: expected an int, got '8'"),
+        ("topk", -3, "indexer.topk: expected an int of at least 0, got -3"),
+        ("topk_blocks", 0, "indexer.topk_blocks: expected an int of at least 1, got 0"),
+        ("name", 5, "indexer.name: expected a str, got 5"),
+        ("device", "nonsense", "indexer.device: expected a torch device, got 'nonsense'"),
+        ("device", None, "indexer.device: expected a torch device, got None"),
+        ("device", "meta", "indexer.device: expected a device that has values, got meta"),
+    ],
+)
+def test_what_an_indexer_says_of_itself_is_checked(
+    attribute: str, value: object, message: str
+) -> None:
+    indexer = Faulty()
+    setattr(indexer, attribute, value)
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        check_backend(indexer)
+
+
 @pytest.mark.parametrize("name", ["formats", "layouts", "heads", "page_sizes"])
 def test_checking_nothing_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}: expected at least one, got none"):

@@ -89,6 +89,31 @@ def _shape_fits(have: tuple[int, ...], want: Shape) -> bool:
     )
 
 
+def expect_indices(
+    argument: str, indices: object, count: int, device: torch.device
+) -> torch.Tensor:
+    """`indices` if they are `[n]` int32 or int64 on `device`, and there, on a CPU, below `count`.
+
+    On a GPU reading them would synchronize.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if (
+        not isinstance(indices, torch.Tensor)
+        or indices.ndim != 1
+        or indices.dtype not in (torch.int32, torch.int64)
+        or indices.device != device
+    ):
+        raise mismatch(argument, f"[n] int32 or int64 on {device}", indices)
+    if device.type == "cpu" and len(indices):
+        low, high = (int(bound) for bound in indices.aminmax())
+        if low < 0 or high >= count:
+            bounds = f"0 to {count - 1}" if count else "none, as there are none"
+            raise mismatch(argument, bounds, str(low if low < 0 else high))
+    return indices
+
+
 def expect_int(argument: str, value: object, low: int, high: int | None = None) -> int:
     """`value` if it is an integer of [low, high], numpy's or not; `ValueError` if not."""
     if isinstance(value, bool) or not isinstance(value, Integral):

@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from sparse_indexer.backends.mask import MaskIndexer
+from sparse_indexer.devices import resolve_device
 from sparse_indexer.errors import describe, expect_int, mismatch
 from sparse_indexer.formats import INT32_MAX, KeyFormat
 from sparse_indexer.inputs import BLOCK_SIZE, PrefillIndexerInputs
@@ -148,6 +149,16 @@ def _expect_arguments(
         raise mismatch(
             "indexer", f"a CandidateIndexer, with {', '.join(missing)}", describe(indexer)
         )
+    if not isinstance(indexer.name, str):
+        raise mismatch("indexer.name", "a str", describe(indexer.name))
+    expect_int("indexer.topk", indexer.topk, 0)
+    expect_int("indexer.topk_blocks", indexer.topk_blocks, 1)
+    try:
+        where = resolve_device(indexer.device)
+    except ValueError as error:
+        raise ValueError(f"indexer.{error}") from error
+    if where.type == "meta":
+        raise mismatch("indexer.device", "a device that has values", str(where))
     if isinstance(tolerance, bool) or not isinstance(tolerance, Real):
         raise mismatch("tolerance", "a number", describe(tolerance))
     if not 0 <= tolerance < float("inf"):
