@@ -152,6 +152,20 @@ def test_a_wrong_key_is_named(tmp_path: Path) -> None:
     assert text == "error: positions: expected [rows] int32 or int64, got no such key\n"
 
 
+def test_what_a_file_says_is_no_command_to_the_terminal(tmp_path: Path) -> None:
+    tensors = random_layer("source", "fp16", 3, 2, 8) | {"positions": torch.arange(3)}
+    hostile = {"model": "\x1b]0;title\x07\x1b[31mred\x9b2J", "text": "a\r\nb", "layers": "1"}
+    path = saved(tmp_path, tensors, hostile)
+    path = path.rename(path.with_name("\x1b[2Jfile"))
+    text = invoke("demo", "--device", "cpu", "--input", str(path), "--topk", "4")
+    assert re.search(r"^model +\?\]0;title\?\?\[31mred\?2J$", text, re.M)
+    assert re.search(r"^text +a b$", text, re.M)
+    assert re.search(r"^trace +\?\[2Jfile$", text, re.M)
+    assert all(c.isprintable() or c == "\n" for c in text)
+    text = invoke("demo", "--input", str(saved(tmp_path, {"\x1b[2J": torch.zeros(1)})), code=1)
+    assert re.match(r"error: \?\[2J: expected a key of ", text)
+
+
 def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.axes", None)
     monkeypatch.delitem(sys.modules, "sparse_indexer.plot", raising=False)

@@ -393,6 +393,31 @@ def test_an_unknown_device_is_refused(device: Any, got: str) -> None:
         make_candidate_indexer(device)
 
 
+@pytest.mark.parametrize(
+    ("device", "kind"),
+    [
+        ("xpu", AssertionError),
+        ("hpu:1", ModuleNotFoundError),
+        ("vulkan", NotImplementedError),
+        ("mps", RuntimeError),
+    ],
+)
+def test_what_torch_cannot_use_is_refused(
+    device: str, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def empty(*_: object, device: torch.device) -> None:
+        raise kind(f"{device} is not to be had")
+
+    monkeypatch.setattr(torch, "empty", empty)
+    with refused(f"device: expected a device that torch can use, got {device}"):
+        make_candidate_indexer(device)
+
+
+def test_there_is_one_cpu() -> None:
+    with refused("device: expected the one CPU, 'cpu', got cpu:7"):
+        make_candidate_indexer("cpu:7")
+
+
 @pytest.mark.parametrize("device", ["cuda", "cuda:0"])
 @pytest.mark.parametrize("backend", ["auto", "mask", "sm90"])
 def test_a_gpu_that_is_not_there_is_refused(machine: Machine, device: str, backend: str) -> None:

@@ -218,7 +218,7 @@ def _progress(console: Console) -> Iterator[OnProgress]:
 def _clean_errors(ctx: typer.Context) -> Iterator[None]:
     """A caller's mistake, or what is missing here, is said in red, exit code 1; Ctrl-C has 130."""
     try:
-        from sparse_indexer.errors import BackendUnavailable, JitError
+        from sparse_indexer.errors import BackendUnavailable, JitError, one_line
 
         yield
     except KeyboardInterrupt:
@@ -227,7 +227,7 @@ def _clean_errors(ctx: typer.Context) -> Iterator[None]:
     except (ValueError, OSError, ImportError, BackendUnavailable, JitError) as error:
         message = str(error)  # of several lines only if a compiler had its say
         if not isinstance(error, JitError):
-            message = " ".join(message.split())
+            message = one_line(message).strip()
         message = f"error: {_with_options(message, ctx)}"
         _console(stderr=True).print(message, style="red", markup=False, soft_wrap=True)
         raise typer.Exit(1) from None

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from numbers import Integral, Real
 from types import EllipsisType
@@ -32,6 +33,11 @@ def describe(value: object) -> str:
         return repr(value)
     library = "numpy " if type(value).__module__ == "numpy" else ""
     return f"a {library}{type(value).__name__}"
+
+
+def one_line(text: str) -> str:
+    """A text of unknown origin for a terminal: on one line, `?` for what cannot be printed."""
+    return "".join(c if c.isprintable() else "?" for c in re.sub(r"\s+", " ", text))
 
 
 def mismatch(argument: str, expected: str, got: object) -> ValueError:
