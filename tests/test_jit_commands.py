@@ -409,7 +409,7 @@ def test_clear_leaves_what_is_not_used(
     assert str(fallback) not in text_of(console)
     commands.cache_command(console, clear=True)
     links = f"{root}/v1/aaa, {root}/v1/zzz"
-    assert text_of(console) == f"cleared {root}, left 2 that are not of the cache: {links}\n"
+    assert text_of(console) == f"cleared {root}, left what is not of the cache (2): {links}\n"
     assert sorted(os.listdir(root / "v1")) == ["aaa", "zzz"]
     assert len(cache.entries(fallback)) == 2
 

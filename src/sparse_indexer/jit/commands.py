@@ -194,7 +194,7 @@ def cache_command(console: Console, *, clear: bool) -> int:
         if not cleared:
             console.print(f"nothing to clear in {roots()[0]}", markup=False, soft_wrap=True)
         for root, left in cleared:
-            note = f", left {len(left)} that are not of the cache: " if left else ""
+            note = f", left what is not of the cache ({len(left)}): " if left else ""
             names = ", ".join(map(str, left[:_NAMED])) + ", ..." * (len(left) > _NAMED)
             console.print(f"cleared {root}{note}{names}", markup=False, soft_wrap=True)
         return 0
