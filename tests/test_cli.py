@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from jit_support import needs_nvrtc
+from jit_support import FakeToolkit, needs_nvrtc, use_empty_cache, use_fake_toolkit
 from test_demo import RECALL
 from test_trace import random_layer, saved
 from typer.testing import CliRunner
@@ -20,7 +20,10 @@ from typer.testing import CliRunner
 import sparse_indexer
 from sparse_indexer import cli
 from sparse_indexer.backends.mask import MaskIndexer
+from sparse_indexer.deep_gemm_report import DeepGemmReport
 from sparse_indexer.factory import BACKENDS
+from sparse_indexer.jit import commands
+from sparse_indexer.jit.compilers import DeviceCompiler, Search
 from sparse_indexer.trace import KEYS, load_trace
 
 SECONDS = 20  # bound of a demo on two cores, imports included
@@ -149,6 +152,20 @@ def test_a_wrong_key_is_named(tmp_path: Path) -> None:
     assert text == "error: positions: expected [rows] int32 or int64, got no such key\n"
 
 
+def test_what_a_file_says_is_no_command_to_the_terminal(tmp_path: Path) -> None:
+    tensors = random_layer("source", "fp16", 3, 2, 8) | {"positions": torch.arange(3)}
+    hostile = {"model": "\x1b]0;title\x07\x1b[31mred\x9b2J", "text": "a\r\nb", "layers": "1"}
+    path = saved(tmp_path, tensors, hostile)
+    path = path.rename(path.with_name("\x1b[2Jfile"))
+    text = invoke("demo", "--device", "cpu", "--input", str(path), "--topk", "4")
+    assert re.search(r"^model +\?\]0;title\?\?\[31mred\?2J$", text, re.M)
+    assert re.search(r"^text +a b$", text, re.M)
+    assert re.search(r"^trace +\?\[2Jfile$", text, re.M)
+    assert all(c.isprintable() or c == "\n" for c in text)
+    text = invoke("demo", "--input", str(saved(tmp_path, {"\x1b[2J": torch.zeros(1)})), code=1)
+    assert re.match(r"error: \?\[2J: expected a key of ", text)
+
+
 def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.axes", None)
     monkeypatch.delitem(sys.modules, "sparse_indexer.plot", raising=False)
@@ -218,6 +235,118 @@ def test_doctor_knows_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "cuda:0: Some GPU, compute capability 7.5, 11.8 GB\n" in text
     assert re.search(r"^ cuda:0 +sm90 +9\.0 +is for compute capability 9\.0, cuda:0", text, re.M)
     assert re.search(r"^ cuda:0 +mask .* usable", text, re.M)
+
+
+class Gpu:
+    """One that torch seems to see, and code for it in torch."""
+
+    name, total_memory = "Some GPU", 16 << 30
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+        self.major, self.minor = capability
+        self.code = ["compute_50"]
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: self)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: self.code)
+
+
+def verdicts(text: str) -> dict[str, str]:
+    """What doctor says of each backend on the GPU."""
+    return dict(re.findall(r"^ cuda:0 +(\w+) +\S.*?  +(.*?) *$", text, re.M))
+
+
+@pytest.fixture
+def toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeToolkit:
+    use_empty_cache(tmp_path, monkeypatch)
+    return use_fake_toolkit(tmp_path, monkeypatch)
+
+
+COMPILERS = {  # (compute capability, CUDA): what is said of the backend for it
+    ((7, 0), 12090): ("sm70", "usable, auto takes it"),
+    ((7, 0), 13000): ("sm70", "not usable: nvcc 13.0: CUDA 13.0 has dropped sm_70: install the"),
+    ((7, 5), 13000): ("sm70", "usable, auto takes it"),
+    ((9, 0), 13000): ("sm90", "usable, auto takes it"),
+    ((9, 0), 11080): ("sm90", "not usable: nvcc 11.8: CUDA 11.8 does not know sm_90a: update the"),
+    ((10, 0), 12080): ("sm100", "usable, auto takes it"),
+    ((10, 3), 12080): ("sm100", "not usable: nvcc 12.8: CUDA 12.8 does not know sm_103a: update"),
+}
+
+
+@pytest.mark.parametrize(("capability", "cuda"), COMPILERS)
+def test_doctor_compares_the_compiler_with_the_gpu(
+    toolkit: FakeToolkit,
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    cuda: int,
+) -> None:
+    """Where no kernel can be built, `mask` is what `auto` takes."""
+    Gpu(monkeypatch, capability)
+    header = toolkit.home / "include/cuda_runtime_api.h"
+    header.write_text(f"#define CUDART_VERSION  {cuda}\n")
+    monkeypatch.setattr("sparse_indexer.jit.hints.find_nvrtc", lambda: Search(None, ()))
+    usable = DeepGemmReport(True, [])
+    monkeypatch.setattr("sparse_indexer.deep_gemm_report.deep_gemm_report", lambda: usable)
+    name, want = COMPILERS[capability, cuda]
+    found = verdicts(invoke("doctor", COLUMNS=None))
+    assert found[name].startswith(want)
+    assert found["mask"] == ("usable" if want.startswith("usable") else "usable, auto takes it")
+
+
+def test_doctor_names_another_compiler_that_would_do(
+    toolkit: FakeToolkit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Gpu(monkeypatch, (7, 0))
+    header = toolkit.home / "include/cuda_runtime_api.h"
+    header.write_text("#define CUDART_VERSION  13000\n")
+    nvrtc = DeviceCompiler("nvrtc", Path("x"), (12, 9), "", ())
+    monkeypatch.setattr("sparse_indexer.jit.hints.find_nvrtc", lambda: Search(nvrtc, ()))
+    want = "set SPARSE_INDEXER_COMPILER=nvrtc, to take nvrtc 12.9"
+    assert verdicts(invoke("doctor", COLUMNS=None))["sm70"].endswith(want)
+
+
+def test_doctor_where_a_compiler_is_missing(
+    toolkit: FakeToolkit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For devices or hosts; and what it says to install knows this GPU."""
+    Gpu(monkeypatch, (7, 0))
+    text = invoke("doctor", COLUMNS=None, CXX="/nonexistent/g++")
+    assert verdicts(text)["sm70"].startswith("not usable: no C++ compiler: apt-get install g++")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    text = invoke("doctor", COLUMNS=None, SPARSE_INDEXER_COMPILER="nvrtc")
+    want = "not usable: no nvrtc, which SPARSE_INDEXER_COMPILER names: pip install "
+    assert verdicts(text)["sm70"].startswith(f"{want}'sparse-indexer[cuda12]'; or set CUDA_HOME")
+    assert "[cuda13]" not in text
+    assert verdicts(text)["mask"] == "usable, auto takes it"
+
+
+def test_doctor_looks_into_a_cache_that_nothing_is_added_to(
+    toolkit: FakeToolkit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that the backend builds must be there, whichever compiler made it."""
+    Gpu(monkeypatch, (7, 0))
+    want = "not usable: its kernels are not all in the cache, and SPARSE_INDEXER_JIT=cached: unset"
+    text = invoke("doctor", COLUMNS=None, SPARSE_INDEXER_JIT="cached")
+    assert verdicts(text)["sm70"].startswith(want)
+    kernels = BACKENDS["sm70"].kernels()
+    commands.compile_kernels("7.0", kernels, jobs=1)
+    text = invoke("doctor", COLUMNS=None, SPARSE_INDEXER_JIT="cached", CXX="/nonexistent/g++")
+    assert verdicts(text)["sm70"] == "usable, auto takes it"
+    for damaged in (tmp_path / "cache/v1/sm_70/topk").rglob("kernel.cubin"):
+        damaged.write_bytes(b"half")
+    text = invoke("doctor", COLUMNS=None, SPARSE_INDEXER_JIT="cached")
+    assert verdicts(text)["sm70"].startswith(want)
+
+
+def test_doctor_of_a_torch_without_code_for_the_gpu(
+    toolkit: FakeToolkit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Gpu(monkeypatch, (7, 0)).code = ["sm_75", "sm_80", "sm_90"]
+    found = verdicts(invoke("doctor", COLUMNS=None))
+    why = f"not usable: torch {torch.__version__} has no code for cuda:0, of compute capability 7.0"
+    assert found["sm70"] == found["mask"]
+    assert found["mask"].startswith(f"{why}, only sm_75, sm_80, sm_90: pip install 'torch>=2.8,<2")
+    assert "auto takes it" not in "".join(found.values())
 
 
 DEEP_GEMM = {

@@ -63,13 +63,14 @@ class Machine:
     """The GPUs that torch seems to see."""
 
     capabilities: list[tuple[int, int]]
+    code: list[str]  # what torch was built for
     current = 0
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     machine = Machine()
-    machine.capabilities = []
+    machine.capabilities, machine.code = [], ["compute_50"]
 
     def capability(device: torch.device | int | None = None) -> tuple[int, int]:
         index = device.index if isinstance(device, torch.device) else device
@@ -79,6 +80,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(machine.capabilities))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: machine.current)
     monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: machine.code)
     return machine
 
 
@@ -255,6 +257,76 @@ def test_auto_passes_over_a_backend_whose_kernels_cannot_be_built(
         make_candidate_indexer("cuda", backend="sm90")
 
 
+NO_TORCH = {  # capability: (a torch without code for it, what to do)
+    (7, 0): (
+        ["sm_75", "sm_80", "sm_90", "compute_120"],
+        "pip install 'torch>=2.8,<2.11', or take one built for CUDA 12.6",
+    ),
+    (6, 1): (["sm_70", "sm_75"], "take one built for CUDA 12.6"),
+    (7, 5): (["sm_80", "sm_90"], "pip install -U torch"),
+    (9, 0): (["sm_80", "sm_100"], "pip install -U torch"),
+    (10, 3): (["sm_90a", "sm_100a", "compute_90a"], "pip install -U torch"),
+    (12, 1): (["sm_90", "compute_100f"], "pip install -U torch"),
+}
+
+
+@pytest.mark.parametrize("backend", ["auto", "mask", "sm70"])
+@pytest.mark.parametrize("capability", NO_TORCH)
+def test_a_torch_without_code_for_the_gpu_runs_nothing(
+    machine: Machine, capability: tuple[int, int], backend: str
+) -> None:
+    """Not even `mask`, which `auto` would fall back to."""
+    machine.capabilities = [capability]
+    machine.code, fix = NO_TORCH[capability]
+    where = f"cuda:0, of compute capability {capability[0]}.{capability[1]}"
+    message = f"torch {torch.__version__} has no code for {where}, only {', '.join(machine.code)}"
+    with refused(f"{message}: {fix}", BackendUnavailable):
+        make_candidate_indexer("cuda", backend=backend)
+
+
+@pytest.mark.parametrize(
+    ("capability", "code"),
+    [
+        ((7, 0), "sm_70"),
+        ((7, 5), "sm_70"),
+        ((7, 0), "compute_60"),
+        ((8, 9), "sm_86"),
+        ((9, 0), "sm_90a"),
+        ((9, 0), "compute_90a"),
+        ((10, 3), "sm_100f"),
+        ((12, 1), "sm_120"),
+        ((12, 1), "compute_90"),
+        ((9, 0), "gfx942"),  # which says nothing of NVIDIA's
+    ],
+)
+def test_a_torch_with_code_for_the_gpu_runs(
+    machine: Machine, capability: tuple[int, int], code: str
+) -> None:
+    machine.capabilities, machine.code = [capability], [code]
+    assert factory.why_not_torch(torch.device("cuda", 0)) is None
+    assert make_candidate_indexer("cuda", backend="mask").name == "mask"
+
+
+def test_the_kernels_of_a_backend_are_those_it_builds(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `doctor` looks for, so that it need not be made."""
+    built: list[str] = []
+
+    def build(kernels: Any, *_: object) -> None:
+        built.extend(kernel.name for kernel in kernels)
+
+    for module in ("backends.quad_indexer", "backends.gemm_indexer", "row_ops"):
+        monkeypatch.setattr(f"sparse_indexer.{module}.build_kernels", build)
+    monkeypatch.setitem(sys.modules, "deep_gemm", DeepGemmEmulator())
+    for name, capability in {"sm70": (7, 0), "sm90": (9, 0), "sm100": (10, 0)}.items():
+        machine.capabilities = [capability]
+        built.clear()
+        make_candidate_indexer("cuda", backend=name)
+        assert built == [kernel.name for kernel in BACKENDS[name].kernels()] != []
+    assert not BACKENDS["mask"].kernels()
+
+
 def test_blackwell_takes_deep_gemm_where_it_is(
     machine: Machine,
     fresh_log: None,
@@ -319,6 +391,31 @@ UNKNOWN_DEVICES = {
 def test_an_unknown_device_is_refused(device: Any, got: str) -> None:
     with refused(f"device: expected a torch device, got {got}"):
         make_candidate_indexer(device)
+
+
+@pytest.mark.parametrize(
+    ("device", "kind"),
+    [
+        ("xpu", AssertionError),
+        ("hpu:1", ModuleNotFoundError),
+        ("vulkan", NotImplementedError),
+        ("mps", RuntimeError),
+    ],
+)
+def test_what_torch_cannot_use_is_refused(
+    device: str, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def empty(*_: object, device: torch.device) -> None:
+        raise kind(f"{device} is not to be had")
+
+    monkeypatch.setattr(torch, "empty", empty)
+    with refused(f"device: expected a device that torch can use, got {device}"):
+        make_candidate_indexer(device)
+
+
+def test_there_is_one_cpu() -> None:
+    with refused("device: expected the one CPU, 'cpu', got cpu:7"):
+        make_candidate_indexer("cpu:7")
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:0"])

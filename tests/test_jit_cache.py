@@ -17,6 +17,7 @@ from sparse_indexer.errors import JitError
 from sparse_indexer.jit import artifacts, cache, kernel, places
 from sparse_indexer.jit.artifacts import device_artifact, host_artifact
 from sparse_indexer.jit.cache import Stored
+from sparse_indexer.jit.clearing import clear
 
 
 @pytest.fixture
@@ -616,13 +617,16 @@ def _without(hidden: str):  # type: ignore[no-untyped-def]
 
 def test_what_killed_builders_left_is_swept(root: Path) -> None:
     build()
-    old, new = root / "v1/staging/old", root / "v1/staging/new"
-    for folder in (old, new):
+    old, new = root / "v1/staging/building-old", root / "v1/staging/building-new"
+    foreign = root / "v1/staging/old"
+    for folder in (old, new, foreign):
         (folder / "entry").mkdir(parents=True)
-    os.utime(old, (0, 0))
+    for folder in (old, foreign):
+        os.utime(folder, (0, 0))
     build((8, 0))
     assert not old.exists()
     assert new.exists()
+    assert foreign.exists()
 
 
 def test_clear_leaves_what_is_being_made(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -630,11 +634,11 @@ def test_clear_leaves_what_is_being_made(root: Path, monkeypatch: pytest.MonkeyP
     make = artifacts.build.compile_device
 
     def clear_first(*arguments: object) -> object:
-        assert cache.clear() == [root]
+        assert clear() == [(root, [])]
         return make(*arguments)  # type: ignore[arg-type]
 
     def clear_last(*arguments: object, **keywords: object) -> Stored:
-        cache.clear()
+        clear()
         return publish(*arguments, **keywords)  # type: ignore[arg-type]
 
     publish = cache.publish
@@ -647,8 +651,76 @@ def test_clear_leaves_what_is_being_made(root: Path, monkeypatch: pytest.MonkeyP
 
 def test_clear(root: Path) -> None:
     build()
+    host_artifact(scale_kernel())
     (root / "notes.txt").write_text("not ours")
-    assert cache.clear() == [root]
+    assert clear() == [(root, [])]
     assert os.listdir(root) == ["notes.txt"]
-    assert cache.clear() == []
+    assert clear() == []
     assert build().fresh
+
+
+def test_clear_removes_what_is_damaged_or_failed(root: Path, toolkit: FakeToolkit) -> None:
+    toolkit.order("fail_once")
+    with pytest.raises(JitError):
+        build((8, 0))
+    assert list((root / "v1/logs").iterdir())
+    (path_of(build()).parent / "meta.json").unlink()
+    damaged = path_of(build((7, 5))).parent
+    shutil.rmtree(damaged)
+    damaged.write_text("no folder")
+    assert clear() == [(root, [])]
+    assert os.listdir(root) == []
+
+
+def test_clear_leaves_what_is_not_its_own(root: Path, tmp_path: Path) -> None:
+    """Whatever a folder that is named as the cache holds, a v1 of its own included."""
+    entry = path_of(build()).parent
+    foreign = [
+        root / "v1/api/src/main.py",
+        root / "v1/api/src/deep/er/main.py",
+        root / "v1/readme",
+        root / "v1/sm_90a/notes",
+        root / "v1/locks/mine.lock",
+        root / "v1/logs/scale/today.log",
+        root / "v1/staging/mine/file",
+        entry.parent / "0123-4567/kernel.cubin",
+        entry / "notes",
+    ]
+    for path in foreign:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("not ours")
+    (root / "v1/empty/too").mkdir(parents=True)
+    shutil.copytree(root / "v1/sm_90a", tmp_path / "elsewhere")
+    (root / "v1/sm_75").symlink_to(tmp_path / "elsewhere")
+    ((_, left),) = clear()
+    assert all(path.exists() for path in foreign)
+    assert os.listdir(entry) == ["notes"]
+    assert (tmp_path / "elsewhere/scale" / entry.name / "kernel.cubin").exists()
+    assert left == sorted(
+        [
+            root / "v1/api/src/deep",
+            root / "v1/api/src/main.py",
+            root / "v1/empty/too",
+            root / "v1/locks/mine.lock",
+            root / "v1/logs/scale",
+            root / "v1/readme",
+            root / "v1/sm_75",
+            root / "v1/sm_90a/notes",
+            entry / "notes",
+            entry.parent / "0123-4567",
+        ]
+    )
+
+
+def test_clear_names_the_folder_that_it_cannot_clear(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = path_of(build())
+
+    def unlink(file: Path, **_: object) -> None:
+        raise OSError(30, "Read-only file system", str(file))
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    message = f"cannot clear {root}: Read-only file system, {path.parent}/"
+    with pytest.raises(JitError, match=f"^{re.escape(message)}"):
+        clear()

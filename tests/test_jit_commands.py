@@ -354,6 +354,8 @@ def test_cache_command(
     assert commands.cache_command(console, clear=True) == 0
     assert text_of(console).splitlines()[-1] == f"cleared {root}"
     assert not list(root.iterdir())
+    assert commands.cache_command(console, clear=True) == 0
+    assert text_of(console).splitlines()[-1] == f"nothing to clear in {root}"
 
 
 def test_cache_command_shows_all_that_is_used(
@@ -395,7 +397,7 @@ def test_clear_leaves_what_is_not_used(
     console: Console,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The temporary root of another setting; and it unlinks a link, whatever that leads to."""
+    """The temporary root of another setting, and links, whatever they lead to."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("SPARSE_INDEXER_CACHE_DIR", "/proc/self/cache")
     commands.compile_kernels("8.0", [scale_kernel()], jobs=1)
@@ -406,8 +408,9 @@ def test_clear_leaves_what_is_not_used(
     (root / "v1/zzz").symlink_to(tmp_path / "nowhere")
     assert str(fallback) not in text_of(console)
     commands.cache_command(console, clear=True)
-    assert text_of(console) == f"cleared {root}\n"
-    assert not list(root.iterdir())
+    links = f"{root}/v1/aaa, {root}/v1/zzz"
+    assert text_of(console) == f"cleared {root}, left what is not of the cache (2): {links}\n"
+    assert sorted(os.listdir(root / "v1")) == ["aaa", "zzz"]
     assert len(cache.entries(fallback)) == 2
 
 
@@ -498,7 +501,7 @@ def test_doctor_where_nothing_is_there(root: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(doctor, "driver_version", lambda: None)
     lines = doctor.report()
     assert [text for name, text in lines if name == "fix"] == [
-        doctor.hints.NO_DEVICE_COMPILER,
+        doctor.hints.no_device_compiler(),
         doctor.hints.NO_HOST_COMPILER,
     ]
     assert ("driver", "none") in lines

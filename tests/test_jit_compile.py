@@ -167,7 +167,7 @@ def test_volta_with_cuda_13(monkeypatch: pytest.MonkeyPatch) -> None:
         device_artifact(scale_kernel(), (7, 0))
     hint = "install the CUDA 12 compiler, pip uninstall"
     if NVRTC is not None and NVRTC.version < (13, 0):
-        hint = "unset SPARSE_INDEXER_COMPILER, to take NVRTC"
+        hint = f"set SPARSE_INDEXER_COMPILER=nvrtc, to take {NVRTC.label}"
     assert f"has dropped sm_70: {hint}" in str(caught.value)
 
 

@@ -5,10 +5,12 @@ import re
 
 import numpy as np
 import pytest
+import torch
 from jit_support import CSRC, scale_kernel
 
 from sparse_indexer.errors import blame_argument
-from sparse_indexer.jit import Kernel
+from sparse_indexer.jit import Kernel, hints
+from sparse_indexer.jit.compilers import Search
 from sparse_indexer.jit.hints import first_error, hint_for
 from sparse_indexer.jit.kernel import SOURCES, all_kernels
 from sparse_indexer.jit.parallel import max_jobs
@@ -170,7 +172,33 @@ def test_resources_and_warnings_of_a_log() -> None:
             "nvrtc: error: invalid value for --gpu-architecture (-arch)",
             "sm_70",
             (13, 0),
-            "has dropped sm_70: install the CUDA 12 compiler",
+            "has dropped sm_70: install the CUDA 12 compiler, pip uninstall cupy-cuda13x nvidia-"
+            "cuda-nvrtc && pip install 'sparse-indexer[cuda12]'",
+        ),
+        (
+            "nvrtc: error: invalid value for --gpu-architecture (-arch)",
+            "sm_88",
+            (12, 9),
+            "does not know sm_88, CUDA 13 does: pip uninstall cupy-cuda12x && pip install "
+            "'sparse-indexer[cuda13]'",
+        ),
+        (
+            "nvrtc: error: invalid value for --gpu-architecture (-arch)",
+            "sm_110a",
+            (12, 9),
+            "does not know sm_110a, CUDA 13 does: pip uninstall cupy-cuda12x && pip install ",
+        ),
+        (
+            "nvcc fatal   : Unsupported gpu architecture 'sm_101a'",
+            "sm_101a",
+            (13, 0),
+            "has dropped sm_101a, which it calls sm_110: compile for 11.0",
+        ),
+        (
+            "nvcc fatal   : Unsupported gpu architecture 'sm_103a'",
+            "sm_103a",
+            (12, 8),
+            "does not know sm_103a: update the compiler, pip install -U 'sparse-indexer[cuda12]'",
         ),
         (
             "nvcc fatal   : Unsupported gpu architecture 'sm_100a'",
@@ -220,10 +248,38 @@ def test_resources_and_warnings_of_a_log() -> None:
     ],
 )
 def test_hints(
-    output: str, target: str, compiler: tuple[int, int] | None, hint: str | None
+    output: str,
+    target: str,
+    compiler: tuple[int, int] | None,
+    hint: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    for name in ("find_nvrtc", "find_nvcc"):
+        monkeypatch.setattr(hints, name, lambda: Search(None, ()))
     found = hint_for(output, target, compiler)
     assert (hint in found) if hint and found else hint == found
+
+
+@pytest.mark.parametrize("cuda", [None, "12.8", "13.0"])
+def test_a_torch_that_needs_the_other_compiler_is_changed_too(
+    cuda: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    for name in ("find_nvrtc", "find_nvcc"):
+        monkeypatch.setattr(hints, name, lambda: Search(None, ()))
+    for text in (hints.architecture_hint("sm_70", (13, 0)), hints.no_device_compiler((7, 0))):
+        assert "pip install 'sparse-indexer[cuda12]'" in text
+        assert "[cuda13]" not in text
+        assert ("'torch>=2.8,<2.11', as this torch is built for CUDA 13" in text) is (
+            cuda == "13.0"
+        )
+
+
+def test_what_to_install_knows_the_gpu() -> None:
+    assert "[cuda12]' (or [cuda13]" in hints.no_device_compiler()
+    assert "[cuda12]' (or [cuda13]" in hints.no_device_compiler((9, 0))
+    assert "[cuda13]" not in hints.no_device_compiler((7, 0))
+    assert "[cuda12]" not in hints.no_device_compiler((8, 8))
 
 
 def test_first_error() -> None:

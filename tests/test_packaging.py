@@ -17,6 +17,9 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from sparse_indexer.deep_gemm_api import INSTALL
+from sparse_indexer.jit.hints import VOLTA_TORCH
+
 ROOT = Path(__file__).resolve().parents[1]
 
 # Their versions follow the torch build at hand, so no single pin is right for every card.
@@ -191,6 +194,31 @@ def test_constraints_pin_every_dependency(built: Built) -> None:
     assert not outside
     assert pins["torch"] == "2.13.0"
     assert list(pins) == sorted(canonicalize_name(name) for name in pins)
+
+
+def required(built: Built, name: str) -> Requirement:
+    every = map(Requirement, wheel_metadata(built.wheel).get_all("Requires-Dist", []))
+    (found,) = (requirement for requirement in every if requirement.name == name)
+    return found
+
+
+def test_what_volta_is_told_to_install_is_a_torch_that_has_it(built: Built) -> None:
+    """A release that the library takes, before 2.11; the pinned one is none."""
+    (command,) = re.findall(r"^pip install ('torch.*)$", (ROOT / "README.md").read_text(), re.M)
+    assert command == f"{VOLTA_TORCH} -e '.[cuda12]'"
+    volta = Requirement(VOLTA_TORCH.strip("'")).specifier
+    taken = required(built, "torch").specifier
+    releases = [f"2.{minor}.0" for minor in range(7, 15)]
+    assert [r for r in releases if r in volta] == ["2.8.0", "2.9.0", "2.10.0"]
+    assert all(r in taken for r in releases if r in volta)
+
+
+def test_one_range_of_deep_gemm(built: Built) -> None:
+    extra = required(built, "sgl-deep-gemm")
+    named = Requirement(INSTALL.removeprefix("pip install ").strip("'"))
+    readme = re.search(r"the extra `deepgemm`, which is `(.*)`", (ROOT / "README.md").read_text())
+    assert readme is not None
+    assert extra.specifier == named.specifier == Requirement(readme[1]).specifier
 
 
 @pytest.mark.parametrize(

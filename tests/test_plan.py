@@ -450,6 +450,25 @@ def test_a_tail_is_the_last_rows_of_each_request(
     assert contents(plan.tail(counts)) == contents(plan)
 
 
+@pytest.mark.parametrize(
+    ("rows", "want", "got"),
+    [
+        ([0], r"\[n\] int32 or int64 on cpu", "a list"),
+        (torch.tensor([0.0]), r"\[n\] int32 or int64 on cpu", r"\[1\] float32 on cpu"),
+        (torch.tensor([[0]]), r"\[n\] int32 or int64 on cpu", r"\[1, 1\] int64 on cpu"),
+        (torch.tensor([3]), "0 to 2", "3"),
+        (torch.tensor([0, -1]), "0 to 2", "-1"),
+    ],
+)
+def test_the_plan_of_some_rows_is_of_its_own(rows: object, want: str, got: str) -> None:
+    plan = plan_prefill([3, 4, 5], [1, 2])
+    with pytest.raises(ValueError, match=f"^rows: expected {want}, got {got}$"):
+        plan.of_rows(rows, [1, 0])
+    some = plan.of_rows(torch.tensor([2, 0], dtype=torch.int32), (1, 1))
+    assert some.compressed_lens.tolist() == [6, 4]
+    assert some.request_of_row.tolist() == [1, 0]
+
+
 def test_a_tail_shares_the_keys_and_takes_any_sequence() -> None:
     table = torch.zeros(2, 3, dtype=torch.int32)
     paged = plan_prefill([4, 5, 6], [2, 1], page_table=table, request_starts=[5, 6])

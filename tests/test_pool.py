@@ -13,7 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparse_indexer import FlatIndexK, IndexKPool, flat_index_k, quantize_fp4, quantize_fp8
+from sparse_indexer import (
+    FlatIndexK,
+    IndexKPool,
+    KVPool,
+    flat_index_k,
+    quantize_fp4,
+    quantize_fp8,
+)
 from sparse_indexer.index_k import StoredKeys
 
 BYTES = {"fp4": (64, 4), "fp8": (128, 4), "fp16": (256, 0), "bf16": (256, 0)}  # payload, scale
@@ -160,6 +167,74 @@ def test_whole_pages_are_gathered(form: str, layout: str, start: int, spare: int
     assert (values.dtype, scales.dtype) == (want.values.dtype, want.scales.dtype)
     assert torch.equal(raw(values), raw(want.values).view(raw(values).shape))
     assert torch.equal(raw(scales), raw(want.scales).view(raw(scales).shape))
+
+
+NO_INDICES = {
+    "list": ([0], "a list"),
+    "none": (None, "None"),
+    "float": (torch.zeros(1), r"\[1\] float32 on cpu"),
+    "bool": (torch.zeros(1, dtype=torch.bool), r"\[1\] bool on cpu"),
+    "two dimensions": (torch.zeros(1, 1, dtype=torch.int64), r"\[1, 1\] int64 on cpu"),
+    "no dimension": (torch.tensor(0), r"\[\] int64 on cpu"),
+    "elsewhere": (torch.zeros(1, dtype=torch.int64, device="meta"), r"\[1\] int64 on meta"),
+}
+READERS = {  # what reads, what it calls its indices, and how many there are
+    "pool": (lambda i: tight_pool("fp8", "planar", 8).read(i), "slots", 8 * PAGES),
+    "pages": (lambda i: tight_pool("fp4", "planar", 8).read_pages(i), "pages", PAGES),
+    "flat": (lambda i: some_keys(5, "fp4").read(i), "slots", 5),
+    "no keys": (lambda i: some_keys(0, "bf16").read(i), "slots", 0),
+    "kv": (lambda i: KVPool.from_rows(torch.zeros(7, 656, dtype=torch.uint8)).read(i), "slots", 7),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("bad", NO_INDICES)
+def test_what_is_read_is_named_by_indices(reader: str, bad: str) -> None:
+    read, name, _ = READERS[reader]
+    indices, got = NO_INDICES[bad]
+    message = rf"^{name}: expected \[n\] int32 or int64 on cpu, got {got}$"
+    with pytest.raises(ValueError, match=message):
+        read(indices)
+
+
+@pytest.mark.parametrize("reader", READERS)
+@EVERY_SLOT_DTYPE
+def test_only_what_is_there_is_read(reader: str, slot_dtype: torch.dtype) -> None:
+    """Nothing is counted from the end."""
+    read, name, count = READERS[reader]
+    bounds = f"0 to {count - 1}" if count else "none, as there are none"
+    for bad in (-1, count, -(2**31)):
+        with pytest.raises(ValueError, match=f"^{name}: expected {bounds}, got {bad}$"):
+            read(torch.tensor([*range(count), bad], dtype=slot_dtype))
+    read(torch.arange(2 * count, dtype=slot_dtype)[::2] // 2)
+
+
+def test_pages_of_keys_without_scales_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^index_k format: expected 'fp4' or 'fp8', got 'bf16'$"):
+        tight_pool("bf16", "planar", 8).read_pages(torch.tensor([0]))
+
+
+def test_values_of_indices_are_read_on_a_cpu_alone() -> None:
+    """The meta device stands for a GPU: what would read a value back cannot."""
+    indices = torch.tensor([3], device="meta")
+    pool = IndexKPool.empty(2, 8, "fp8", device="meta")
+    assert pool.read(indices).values.shape == (1, 128)
+    assert pool.read_pages(indices)[0].shape == (1, 8, 128)
+    flat = FlatIndexK(*pool.read(indices), "fp8")
+    assert flat.read(indices).values.shape == (1, 128)
+    rows = torch.zeros(7, 656, dtype=torch.uint8, device="meta")
+    parts = (rows[:, :512].view(torch.float8_e4m3fn), rows[:, 512:528].view(torch.float32))
+    kv = KVPool(*parts, rows[:, 528:].view(torch.bfloat16))
+    assert kv.read(indices).shape == (1, 576)
+
+
+@pytest.mark.parametrize("num_pages", [0, 1, 2**40])
+def test_a_pool_beyond_all_memory_is_refused(num_pages: int) -> None:
+    for options in ({"page_size": 2**60}, {"page_size": 8, "page_stride": 2**63}):
+        got = f"{num_pages} pages of {options.get('page_stride', 132 * 2**60)}"
+        message = f"num_pages, page_size: expected a pool of fewer than 2^63 bytes, got {got}"
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            IndexKPool.empty(num_pages, format="fp8", **options)
 
 
 @pytest.mark.parametrize("gapped", [False, True], ids=["many pages", "distant pages"])

@@ -2,11 +2,14 @@
 """The README's Python runs as it stands."""
 
 import re
+from importlib import import_module
+from inspect import get_annotations
 from pathlib import Path
 
 import pytest
 import torch
 
+from sparse_indexer.protocol import CandidateIndexer
 from sparse_indexer.testing import sparse_attention_reference
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
@@ -67,6 +70,22 @@ def test_the_conformance_examples_pass(capsys: pytest.CaptureFixture[str]) -> No
     assert report.selecting_rows > 40
     run(BLOCKS[4])
     assert "mask: 0 of" in capsys.readouterr().out
+
+
+def test_all_that_a_backend_needs_is_named() -> None:
+    text = README.split("## Writing a backend")[1].split("```")[0]
+    own = [name for name in get_annotations(CandidateIndexer) if not name.startswith("_")]
+    assert own == ["name", "device", "topk", "topk_blocks"]
+    assert all(f"`{name}`" in text for name in own)
+
+
+def test_what_is_named_outside_the_examples_has_its_module() -> None:
+    for name, module in {
+        "Sm70Indexer": "sparse_indexer.backends.sm70",
+        "warmup": "sparse_indexer.jit",
+    }.items():
+        assert hasattr(import_module(module), name)
+        assert re.search(rf"`{name}\(device[^`]*\)`\s+of\s+`{re.escape(module)}`", README)
 
 
 def test_the_support_matrix_is_the_factorys() -> None:

@@ -227,13 +227,13 @@ def test_the_budget_changes_nothing_and_is_kept(
     want = run(sm100(version, topk_blocks=96), *layers)
     with pytest.raises(ValueError, match=r"^memory_budget: expected at least \d+ bytes, got 1$"):
         sm100(version, topk_blocks=96, memory_budget=1).publish_prefill(layers[0])
-    read, held = IndexKPool.read_pages, []
+    read, held = IndexKPool.gather_pages, []
 
     def reading(pool: IndexKPool, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         held.append(spy.held())
         return read(pool, pages)
 
-    monkeypatch.setattr(IndexKPool, "read_pages", reading)
+    monkeypatch.setattr(IndexKPool, "gather_pages", reading)
     dense = []
     for budget in (420 * KiB, 800 * KiB, 3000 * KiB):
         spy = Spy(version)

@@ -653,6 +653,12 @@ def test_the_least_budget_is_the_one_that_is_named() -> None:
         sparse_attention(Q, POOL, POSITIONS, scale=1.0, memory_budget=least - 1)
 
 
+def test_what_has_no_values_is_refused() -> None:
+    rows = [t.to("meta") for t in (Q, torch.zeros(300, 192), POSITIONS)]
+    with pytest.raises(ValueError, match=r"^q: expected a tensor that has values, got .* on meta$"):
+        sparse_attention(*rows, scale=1.0)
+
+
 BYTES = torch.zeros(4, 660, dtype=torch.uint8)
 BAD_POOLS: dict[str, Callable[[], object]] = {
     r"kv_pool values: expected \[slots, fp8_dim\] float8_e4m3fn, got \[300, 128\] uint8": (

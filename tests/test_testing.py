@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sparse_indexer.backends.mask import MaskIndexer
+from sparse_indexer.backends.sm100 import Sm100Indexer
 from sparse_indexer.formats import FORMATS, INT32_MAX
 from sparse_indexer.inputs import (
     IndexKPool,
@@ -21,6 +22,7 @@ from sparse_indexer.protocol import Candidates
 from sparse_indexer.testing import (
     CASES,
     CaseConfig,
+    DeepGemmEmulator,
     block_overlap,
     block_union,
     check,
@@ -415,6 +417,27 @@ def test_bad_arguments_say_argument_expected_got(bad: dict, message: str) -> Non
         check_backend(arguments.pop("indexer"), **arguments)
 
 
+@pytest.mark.parametrize(
+    ("attribute", "value", "message"),
+    [
+        ("topk", "8", "indexer.topk: expected an int, got '8'"),
+        ("topk", -3, "indexer.topk: expected an int of at least 0, got -3"),
+        ("topk_blocks", 0, "indexer.topk_blocks: expected an int of at least 1, got 0"),
+        ("name", 5, "indexer.name: expected a str, got 5"),
+        ("device", "nonsense", "indexer.device: expected a torch device, got 'nonsense'"),
+        ("device", None, "indexer.device: expected a torch device, got None"),
+        ("device", "meta", "indexer.device: expected a device that has values, got meta"),
+    ],
+)
+def test_what_an_indexer_says_of_itself_is_checked(
+    attribute: str, value: object, message: str
+) -> None:
+    indexer = Faulty()
+    setattr(indexer, attribute, value)
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        check_backend(indexer)
+
+
 @pytest.mark.parametrize("name", ["formats", "layouts", "heads", "page_sizes"])
 def test_checking_nothing_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}: expected at least one, got none"):
@@ -437,6 +460,77 @@ def test_a_backend_off_by_more_than_its_tolerance_is_reported() -> None:
     report.raise_if_failed()
     report = check_backend(noisy, formats=["fp8"], tolerance=1e-4, own_logits=noisy.dense_logits)
     assert {"normal", "overlapping"} <= {failure.case.split("[")[0] for failure in report.failures}
+
+
+class RoundsWeights(Faulty):
+    """Selects by the rules, from logits a little off."""
+
+    def publish_prefill(self, inputs, out_positions=None):
+        return super().publish_prefill(self.rounded(inputs), out_positions)
+
+    def select_prefill(self, candidates, inputs, out_positions):
+        super().select_prefill(candidates, self.rounded(inputs), out_positions)
+
+    def topk_prefill(self, inputs, out_positions):
+        super().topk_prefill(self.rounded(inputs), out_positions)
+
+    def rounded(self, inputs):
+        return with_queries(inputs, inputs.index_q, inputs.head_weights.bfloat16())
+
+
+class SwapsAnOwnPosition(RoundsWeights):
+    """For the worst of its candidates that it left out, where it left some out."""
+
+    def publish_prefill(self, inputs, out_positions=None):
+        made = super().publish_prefill(inputs, out_positions)
+        if out_positions is not None:
+            logits = self.dense_logits(inputs)
+            for row, blocks in enumerate(made.blocks.tolist()):
+                seen = range(int(inputs.plan.compressed_lens[row]))
+                among = {8 * b + i for b in blocks if b != INT32_MAX for i in range(8)} & {*seen}
+                own = [n for n in out_positions[row].tolist() if n >= 0]
+                rest = sorted(among - {*own}, key=lambda n: float(logits[row, n]))
+                if own and rest and inputs.plan.request_starts is None:
+                    swapped = sorted([*own[1:], rest[0]])
+                    out_positions[row, : len(own)] = torch.tensor(swapped, dtype=torch.int32)
+        return made
+
+
+@pytest.mark.parametrize("sizes", [(8, 12), (8, 4), (64, 16), (16, 8), (20, 4)])
+def test_own_positions_are_those_of_its_own_blocks(sizes: tuple[int, int]) -> None:
+    """Which within the tolerance may be others than the oracle's, however many topk are."""
+    for backend, right in ((RoundsWeights, True), (SwapsAnOwnPosition, False)):
+        indexer = backend()
+        indexer.topk, indexer.topk_blocks = sizes
+        report = check_backend(indexer, formats=["bf16"], tolerance=2**-6, exact_cases=False)
+        check = "publish: own positions among its candidates within the tolerance of the oracle's"
+        assert (check in {failure.check for failure in report.failures}) is not right
+        assert not (right and report.failures), str(report)
+
+
+@pytest.mark.parametrize("sizes", [(8, 4), (16, 8)])
+def test_a_backend_that_rounds_may_publish_fewer_blocks_than_topk(sizes: tuple[int, int]) -> None:
+    topk, topk_blocks = sizes
+    options = {"topk": topk, "topk_blocks": topk_blocks, "deep_gemm": DeepGemmEmulator()}
+    check_backend(
+        Sm100Indexer("cpu", **options),
+        formats=["fp4"],
+        layouts=["planar"],
+        page_sizes=[64],
+        tolerance=2**-6,
+        exact_cases=False,
+    ).raise_if_failed()
+
+
+@pytest.mark.parametrize("sizes", [(0, 1), (7, 1), (228, 4), (300, 4), (2000, 1)])
+def test_cases_are_of_any_size(sizes: tuple[int, int]) -> None:
+    """Also where a row selects more than it publishes, and by far."""
+    topk, topk_blocks = sizes
+    report = check_backend(MaskIndexer("cpu", topk=topk, topk_blocks=topk_blocks), formats=["fp8"])
+    report.raise_if_failed()
+    assert report.selecting_rows >= 20
+    source = CASES["two_values"](CaseConfig(topk=topk, topk_blocks=topk_blocks)).source
+    assert source.dense_scores()[0].unique().numel() == 2
 
 
 @pytest.mark.parametrize("overlap", [0.55, 0.75, 0.86, 0.93])

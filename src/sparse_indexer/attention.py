@@ -108,6 +108,8 @@ def sparse_attention(
             `sparse_indexer.jit.warmup` before.
     """
     expect_tensor("q", q, ("rows", "heads", "dim"), KV_DTYPES)
+    if q.device.type == "meta":
+        raise mismatch("q", "a tensor that has values", q)
     rows, heads, dim = q.shape
     if not heads or not dim:
         raise mismatch("q", "at least 1 head and 1 element", q)

@@ -118,8 +118,8 @@ def doctor() -> None:
 
     from sparse_indexer import __version__
     from sparse_indexer.deep_gemm_report import deep_gemm_report
-    from sparse_indexer.factory import BACKENDS, why_not
-    from sparse_indexer.jit.doctor import report
+    from sparse_indexer.factory import BACKENDS, why_not, why_not_torch
+    from sparse_indexer.jit.doctor import report, why_no_kernels
     from sparse_indexer.report import bytes_text
 
     console, cuda = _console(wide=True), torch.version.cuda
@@ -137,6 +137,11 @@ def doctor() -> None:
     table.add_column("here", overflow="fold")
     for device in [*gpus, torch.device("cpu")]:
         reasons = {name: why_not(name, device) for name in BACKENDS}
+        for name in [name for name, reason in reasons.items() if reason is None]:
+            kernels, lacking = BACKENDS[name].kernels(), why_not_torch(device)
+            if kernels and not lacking:
+                lacking = why_no_kernels(kernels, torch.cuda.get_device_capability(device))
+            reasons[name] = lacking and f"not usable: {lacking}"
         if reasons["sm100"] is None and not deep_gemm.usable:
             reasons["sm100"] = "needs DeepGEMM: see below"
         chosen = next((name for name, reason in reasons.items() if reason is None), None)
@@ -144,7 +149,7 @@ def doctor() -> None:
             usable = "usable, auto takes it" if name == chosen else "usable"
             style = "green" if reason is None else None
             capabilities = BACKENDS[name].capabilities
-            table.add_row(str(device), name, capabilities, reason or usable, style=style)
+            table.add_row(str(device), name, capabilities, escape(reason or usable), style=style)
         table.add_section()
     console.print(table)
     tools = Table(box=SIMPLE_HEAD, pad_edge=False)
@@ -153,7 +158,8 @@ def doctor() -> None:
     wanted = any(why_not("sm100", gpu) is None for gpu in gpus)
     missing = ("DeepGEMM", "not installed")
     lines = deep_gemm.lines if wanted or missing not in deep_gemm.lines else [missing]
-    for subject, finding in [*report(), *lines]:
+    here = [torch.cuda.get_device_capability(gpu) for gpu in gpus]
+    for subject, finding in [*report(here), *lines]:
         tools.add_row(subject, escape(finding))
     console.print(tools)
 
@@ -212,7 +218,7 @@ def _progress(console: Console) -> Iterator[OnProgress]:
 def _clean_errors(ctx: typer.Context) -> Iterator[None]:
     """A caller's mistake, or what is missing here, is said in red, exit code 1; Ctrl-C has 130."""
     try:
-        from sparse_indexer.errors import BackendUnavailable, JitError
+        from sparse_indexer.errors import BackendUnavailable, JitError, one_line
 
         yield
     except KeyboardInterrupt:
@@ -221,7 +227,7 @@ def _clean_errors(ctx: typer.Context) -> Iterator[None]:
     except (ValueError, OSError, ImportError, BackendUnavailable, JitError) as error:
         message = str(error)  # of several lines only if a compiler had its say
         if not isinstance(error, JitError):
-            message = " ".join(message.split())
+            message = one_line(message).strip()
         message = f"error: {_with_options(message, ctx)}"
         _console(stderr=True).print(message, style="red", markup=False, soft_wrap=True)
         raise typer.Exit(1) from None

@@ -166,7 +166,7 @@ def _flat_keys(
     columns = -(-longest // keys.page_size)
     table = plan.page_table[begin:end, :columns].flatten()
     pages = table.clamp(0, keys.num_pages - 1)
-    values, scales = keys.read_pages(pages)
+    values, scales = keys.gather_pages(pages)
     # Slots of no position hold anything; a position without a page has the scale NaN.
     missing = -1 if scales.dtype == torch.int32 else torch.nan  # ue8m0 255 is NaN
     scales.masked_fill_((table != pages).unsqueeze(1), missing)

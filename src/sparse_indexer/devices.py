@@ -15,15 +15,21 @@ def resolve_device(device: torch.device | str) -> torch.device:
     """The device with its index, `"cuda"` meaning the current one; the CPU without.
 
     Raises:
-        ValueError: no device, or a GPU that torch cannot use.
+        ValueError: no device, or one that torch cannot use.
     """
     try:
         where = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise mismatch("device", "a torch device", describe(device)) from error
     if where.type == "cpu":
+        if where.index:
+            raise mismatch("device", "the one CPU, 'cpu'", str(where))
         return torch.device("cpu")
     if where.type != "cuda":
+        try:
+            torch.empty(0, device=where)
+        except (AssertionError, ImportError, RuntimeError) as error:  # as kinds of device say no
+            raise mismatch("device", "a device that torch can use", str(where)) from error
         return where
     count = torch.cuda.device_count()
     if not count:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from numbers import Integral, Real
 from types import EllipsisType
@@ -32,6 +33,11 @@ def describe(value: object) -> str:
         return repr(value)
     library = "numpy " if type(value).__module__ == "numpy" else ""
     return f"a {library}{type(value).__name__}"
+
+
+def one_line(text: str) -> str:
+    """A text of unknown origin for a terminal: on one line, `?` for what cannot be printed."""
+    return "".join(c if c.isprintable() else "?" for c in re.sub(r"\s+", " ", text))
 
 
 def mismatch(argument: str, expected: str, got: object) -> ValueError:
@@ -87,6 +93,31 @@ def _shape_fits(have: tuple[int, ...], want: Shape) -> bool:
     return len(have) == len(want) and all(
         isinstance(w, str) or w == h for w, h in zip(want, have, strict=True)
     )
+
+
+def expect_indices(
+    argument: str, indices: object, count: int, device: torch.device
+) -> torch.Tensor:
+    """`indices` if they are `[n]` int32 or int64 on `device`, and there, on a CPU, below `count`.
+
+    On a GPU reading them would synchronize.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if (
+        not isinstance(indices, torch.Tensor)
+        or indices.ndim != 1
+        or indices.dtype not in (torch.int32, torch.int64)
+        or indices.device != device
+    ):
+        raise mismatch(argument, f"[n] int32 or int64 on {device}", indices)
+    if device.type == "cpu" and len(indices):
+        low, high = (int(bound) for bound in indices.aminmax())
+        if low < 0 or high >= count:
+            bounds = f"0 to {count - 1}" if count else "none, as there are none"
+            raise mismatch(argument, bounds, str(low if low < 0 else high))
+    return indices
 
 
 def expect_int(argument: str, value: object, low: int, high: int | None = None) -> int:

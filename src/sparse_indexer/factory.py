@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -14,6 +14,9 @@ from sparse_indexer.backends.mask import MaskIndexer
 from sparse_indexer.deep_gemm_api import EMULATED
 from sparse_indexer.devices import resolve_device
 from sparse_indexer.errors import BackendUnavailable, describe, mismatch
+from sparse_indexer.jit.hints import VOLTA_TORCH
+from sparse_indexer.jit.kernel import Kernel
+from sparse_indexer.jit.targets import takes
 from sparse_indexer.protocol import CandidateIndexer
 
 _log = logging.getLogger("sparse_indexer")
@@ -25,6 +28,7 @@ class BackendSpec(NamedTuple):
     capabilities: str  # compute capabilities it is for, in words
     runs_on: Callable[[tuple[int, int]], bool]  # (major, minor) -> is it for this GPU
     make: Callable[..., CandidateIndexer] | None  # None: not in this release
+    kernels: Callable[[], Sequence[Kernel]] = tuple  # what it builds when it is made
 
 
 def _sm90(device: torch.device, **options: int) -> CandidateIndexer:
@@ -47,11 +51,30 @@ def _sm70(
     return Sm70Indexer(device, topk=topk, topk_blocks=topk_blocks, memory_budget=memory_budget)
 
 
+def _sm90_kernels() -> Sequence[Kernel]:
+    from sparse_indexer.backends.sm90 import Sm90Indexer
+
+    return Sm90Indexer.own_kernels()
+
+
+def _sm100_kernels() -> Sequence[Kernel]:
+    from sparse_indexer.row_ops import KERNELS
+
+    return KERNELS
+
+
+def _sm70_kernels() -> Sequence[Kernel]:
+    from sparse_indexer.backends.gemm_indexer import GemmIndexer
+    from sparse_indexer.backends.sm70 import FusedIndexer
+
+    return [*FusedIndexer.own_kernels(), *GemmIndexer.own_kernels()]
+
+
 BACKENDS: dict[str, BackendSpec] = {
-    "sm100": BackendSpec("10.x", lambda cc: cc[0] == 10, _sm100),
-    "sm90": BackendSpec("9.0", lambda cc: cc[0] == 9, _sm90),
+    "sm100": BackendSpec("10.x", lambda cc: cc[0] == 10, _sm100, _sm100_kernels),
+    "sm90": BackendSpec("9.0", lambda cc: cc[0] == 9, _sm90, _sm90_kernels),
     "sm80": BackendSpec("8.x, 10.x, 12.x", lambda cc: cc[0] in (8, 10, 12), None),
-    "sm70": BackendSpec("7.0, 7.5", lambda cc: cc in ((7, 0), (7, 5)), _sm70),
+    "sm70": BackendSpec("7.0, 7.5", lambda cc: cc in ((7, 0), (7, 5)), _sm70, _sm70_kernels),
     "mask": BackendSpec("any, CPU too", lambda cc: True, MaskIndexer),
 }
 """By name, in the order in which `auto` tries them."""
@@ -80,11 +103,15 @@ def make_candidate_indexer(
 
     Raises:
         ValueError: an unknown backend or device, or an option out of the backend's range.
-        BackendUnavailable: the named backend cannot run there; the message says why and what to do.
+        BackendUnavailable: the named backend cannot run there, or this torch can run nothing
+            there; the message says why and what to do.
     """
     if backend not in ("auto", *BACKENDS):
         raise mismatch("backend", " or ".join(map(repr, ("auto", *BACKENDS))), describe(backend))
     where = resolve_device(device)
+    lacking = why_not_torch(where)
+    if lacking:
+        raise BackendUnavailable(lacking)
     options = {"topk": topk, "topk_blocks": topk_blocks, "memory_budget": memory_budget}
     for name in BACKENDS if backend == "auto" else (backend,):
         reason = why_not(name, where)
@@ -121,6 +148,23 @@ def why_not(name: str, device: torch.device) -> str | None:
         have = f"{device} has {capability[0]}.{capability[1]}"
         return f"is for compute capability {spec.capabilities}, {have}: use backend='auto'"
     return None
+
+
+def why_not_torch(device: torch.device) -> str | None:
+    """Why this build of torch can run nothing on a GPU, with the fix; `None` if it can."""
+    if device.type != "cuda":
+        return None
+    code = [name for name in torch.cuda.get_arch_list() if name.startswith(("sm_", "compute_"))]
+    capability = torch.cuda.get_device_capability(device)
+    if not code or takes(capability, code):  # without code of CUDA's it is not for us to say
+        return None
+    have = f"{device}, of compute capability {capability[0]}.{capability[1]}"
+    fix = "pip install -U torch"
+    if capability < (7, 5):
+        fix = "take one built for CUDA 12.6"
+        if capability >= (7, 0):
+            fix = f"pip install {VOLTA_TORCH}, or {fix}"
+    return f"torch {torch.__version__} has no code for {have}, only {', '.join(code)}: {fix}"
 
 
 @cache

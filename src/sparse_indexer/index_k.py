@@ -11,7 +11,13 @@ import msgspec
 import torch
 
 from sparse_indexer.devices import resolve_device
-from sparse_indexer.errors import describe, expect_int, expect_tensor, mismatch
+from sparse_indexer.errors import (
+    describe,
+    expect_indices,
+    expect_int,
+    expect_tensor,
+    mismatch,
+)
 from sparse_indexer.formats import (
     FLOATS,
     FORMATS,
@@ -93,6 +99,9 @@ class IndexKPool(msgspec.Struct, frozen=True, eq=False, dict=True, weakref=True)
 
         Args:
             page_stride: bytes from a page to the next; default: what a page holds.
+
+        Raises:
+            ValueError: a number out of range, or more bytes than can be addressed.
         """
         spec = _spec(format)
         num_pages = expect_int("num_pages", num_pages, 0)
@@ -103,6 +112,9 @@ class IndexKPool(msgspec.Struct, frozen=True, eq=False, dict=True, weakref=True)
         stride = size if page_stride is None else expect_int("page_stride", page_stride, size)
         if stride % step:
             raise mismatch("page_stride", f"a multiple of {step} bytes", str(stride))
+        if max(1, num_pages) * stride >= 1 << 63:
+            got = f"{num_pages} pages of {stride}"
+            raise mismatch("num_pages, page_size", "a pool of fewer than 2^63 bytes", got)
         where = resolve_device(device)
         pages = torch.zeros(num_pages, stride // step, dtype=dtype, device=where)
         return cls(pages[:, :elements], page_size, format, layout)
@@ -113,7 +125,12 @@ class IndexKPool(msgspec.Struct, frozen=True, eq=False, dict=True, weakref=True)
         return self.pages.shape[0]
 
     def read(self, slots: torch.Tensor) -> StoredKeys:
-        """Gather the keys of `slots` (`[n]` int64, page * page_size + offset, all in range)."""
+        """Gather the keys of `slots` (`[n]` int32 or int64, page * page_size + offset).
+
+        Raises:
+            ValueError: another shape, dtype or device; on a CPU also a slot that is not there.
+        """
+        expect_indices("slots", slots, self.num_pages * self.page_size, self.pages.device)
         values, scales = self._views
         page, offset = slots // self.page_size, slots % self.page_size
         spec = FORMATS[self.format]
@@ -123,11 +140,22 @@ class IndexKPool(msgspec.Struct, frozen=True, eq=False, dict=True, weakref=True)
         return StoredKeys(stored, scales[page, offset].view(spec.scales_dtype).squeeze(-1))
 
     def read_pages(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gather whole pages (`[n]` int32 or int64, all in range) of an fp4 or fp8 pool.
+        """Gather whole pages (`[n]` int32 or int64) of an fp4 or fp8 pool.
 
         Returns:
             `[n, page_size, ...]` values and `[n, page_size]` scales, contiguous.
+
+        Raises:
+            ValueError: another shape, dtype or device; keys that have no scales; on a CPU also a
+                page that is not there.
         """
+        if not FORMATS[self.format].scale_bytes:
+            raise mismatch("index_k format", "'fp4' or 'fp8'", repr(self.format))
+        expect_indices("pages", pages, self.num_pages, self.pages.device)
+        return self.gather_pages(pages)
+
+    def gather_pages(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`read_pages` without its checks, which cost at every layer: the ids are in range."""
         spec = FORMATS[self.format]
         values = torch.index_select(self._views[0], 0, pages)
         scales = torch.index_select(self._scales, 0, pages)
@@ -222,7 +250,12 @@ class FlatIndexK(msgspec.Struct, frozen=True, eq=False):
         expect_tensor("scales", self.scales, shape_, (spec.scales_dtype,), values.device)
 
     def read(self, slots: torch.Tensor) -> StoredKeys:
-        """Gather the keys of columns `slots` (`[n]` int64, all in range)."""
+        """Gather the keys of columns `slots` (`[n]` int32 or int64).
+
+        Raises:
+            ValueError: another shape, dtype or device; on a CPU also a column that is not there.
+        """
+        expect_indices("slots", slots, len(self.values), self.values.device)
         return StoredKeys(self.values[slots], None if self.scales is None else self.scales[slots])
 
 

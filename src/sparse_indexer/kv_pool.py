@@ -6,7 +6,14 @@ from __future__ import annotations
 import msgspec
 import torch
 
-from sparse_indexer.errors import Shape, describe, expect_int, expect_tensor, mismatch
+from sparse_indexer.errors import (
+    Shape,
+    describe,
+    expect_indices,
+    expect_int,
+    expect_tensor,
+    mismatch,
+)
 
 KV_GROUP = 128  # elements that share a scale
 KV_DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # of a plain pool
@@ -81,14 +88,16 @@ class KVPool(msgspec.Struct, frozen=True, eq=False):
 
     @torch.no_grad()
     def read(self, slots: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Gather and dequantize rows: `[n]` int64 slots, all in range, to `[n, dim]` of `dtype`.
+        """Gather and dequantize rows: `[n]` int32 or int64 slots to `[n, dim]` of `dtype`.
 
         A value times its scale is rounded to float32; for a half, that is rounded once more, and
         what it does not hold becomes infinite.
 
         Raises:
-            ValueError: `dtype` is none of float16, bfloat16 and float32.
+            ValueError: `dtype` is none of float16, bfloat16 and float32; `slots` are of another
+                shape, dtype or device; on a CPU also a slot that the pool does not have.
         """
+        expect_indices("slots", slots, len(self.values), self.values.device)
         if dtype not in KV_DTYPES:
             raise mismatch("dtype", " or ".join(map(str, KV_DTYPES)), str(dtype))
         wide, scales = self.values[slots].to(torch.float32), self.scales[slots]

@@ -9,7 +9,13 @@ from itertools import accumulate
 import msgspec
 import torch
 
-from sparse_indexer.errors import describe, expect_int, expect_tensor, mismatch
+from sparse_indexer.errors import (
+    describe,
+    expect_indices,
+    expect_int,
+    expect_tensor,
+    mismatch,
+)
 from sparse_indexer.formats import INT32_MAX
 
 _INT32 = (torch.int32,)
@@ -160,12 +166,14 @@ class PrefillPlan(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         """The plan of some rows alone; requests and their keys stay as they are.
 
         Args:
-            rows: `[n]` int64: the rows, in the order in which they are wanted.
+            rows: `[n]` int32 or int64: the rows, in the order in which they are wanted.
             rows_per_request: host, `[requests]`: how many of each request.
 
         Raises:
-            ValueError: as the plan itself.
+            ValueError: `rows` is no such tensor, on a CPU also: a row beyond the plan's; or as the
+                plan itself.
         """
+        expect_indices("rows", rows, self.num_rows, self.device)
         return PrefillPlan(
             compressed_lens=torch.index_select(self.compressed_lens, 0, rows),
             request_of_row=torch.index_select(self.request_of_row, 0, rows),

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sparse_indexer.demo import MEMORY_BUDGET, PAGE_SIZE, DemoResult
+from sparse_indexer.errors import one_line
 from sparse_indexer.trace import Trace
 
 _EXAMPLES = 3  # query tokens whose selection is shown as text
@@ -191,5 +192,5 @@ def _print_list(console: Console, lines: list[tuple[str, str]]) -> None:
     indent = 11
     for name, line in lines:
         room = max(20, console.width - indent)
-        wrapped = textwrap.wrap(line, room, break_on_hyphens=False)
+        wrapped = textwrap.wrap(one_line(line), room, break_on_hyphens=False)
         console.print(Text(f"{name:<{indent}}", "bold") + Text(f"\n{'':{indent}}".join(wrapped)))

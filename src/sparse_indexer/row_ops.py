@@ -36,6 +36,9 @@ class _Topk(Protocol):
     ) -> None: ...
 
 
+KERNELS = (block_keys_kernel.KERNEL, topk_kernel.KERNEL)
+
+
 class RowOps(NamedTuple):
     """See `ops.block_keys` and `ops.topk`."""
 
@@ -51,5 +54,5 @@ def row_ops(device: torch.device, backend: str) -> RowOps:
     """
     if device.type != "cuda":
         return RowOps(as_kernels.block_keys, as_kernels.topk)
-    build_kernels([block_keys_kernel.KERNEL, topk_kernel.KERNEL], device, backend)
+    build_kernels(KERNELS, device, backend)
     return RowOps(block_keys_kernel.block_keys, topk_kernel.topk)

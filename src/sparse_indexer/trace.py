@@ -22,7 +22,6 @@ layers are shown.
 
 from __future__ import annotations
 
-import re
 from importlib.resources import as_file, files
 from pathlib import Path
 
@@ -30,7 +29,7 @@ import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
-from sparse_indexer.errors import expect_tensor, mismatch
+from sparse_indexer.errors import expect_tensor, mismatch, one_line
 from sparse_indexer.formats import HEAD_DIM, KeyFormat
 from sparse_indexer.inputs import FlatIndexK, IndexQ
 
@@ -83,8 +82,7 @@ class Trace(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         assert self.token_text is not None
         stop = min(stop, len(self.token_offsets) - 1)
         piece = self.token_text[self.token_offsets[first] : self.token_offsets[stop]]
-        line = re.sub(r"\s+", " ", piece.decode(errors="replace"))
-        return "".join(c if c.isprintable() else "?" for c in line)
+        return one_line(piece.decode(errors="replace"))
 
 
 def load_trace(path: Path | None = None) -> Trace:

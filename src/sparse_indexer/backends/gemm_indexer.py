@@ -18,7 +18,7 @@ from sparse_indexer.formats import INT32_MAX
 from sparse_indexer.gemm_scoring import GemmTile, gemm_tiles
 from sparse_indexer.index_k import BLOCK_SIZE
 from sparse_indexer.inputs import PrefillIndexerInputs
-from sparse_indexer.jit.kernel import all_kernels
+from sparse_indexer.jit.kernel import Kernel, all_kernels
 from sparse_indexer.lasting import LastingMemory, Ready
 from sparse_indexer.ops.topk import topk
 from sparse_indexer.plan import PrefillPlan
@@ -67,8 +67,13 @@ class GemmIndexer:
         self.topk = expect_int("topk", topk, 0, 1 << 15)
         self.topk_blocks = expect_int("topk_blocks", topk_blocks, 1, 1 << 15)
         self.memory_budget = expect_int("memory_budget", memory_budget, 1)
-        build_kernels([all_kernels()[name] for name in _KERNELS], self.device, self.name)
+        build_kernels(self.own_kernels(), self.device, self.name)
         self._lasting = LastingMemory(self.device)
+
+    @classmethod
+    def own_kernels(cls) -> list[Kernel]:
+        """What is built and loaded when it is made."""
+        return [all_kernels()[name] for name in _KERNELS]
 
     @no_grad
     def publish_prefill(

@@ -20,7 +20,7 @@ from sparse_indexer.backends.kernels import build_kernels
 from sparse_indexer.devices import resolve_device
 from sparse_indexer.errors import expect_int, mismatch
 from sparse_indexer.inputs import PrefillIndexerInputs
-from sparse_indexer.jit.kernel import all_kernels
+from sparse_indexer.jit.kernel import Kernel, all_kernels
 from sparse_indexer.lasting import LastingMemory, Ready
 from sparse_indexer.plan import PrefillPlan
 from sparse_indexer.protocol import (
@@ -78,9 +78,13 @@ class QuadIndexer:
         self.topk = expect_int("topk", topk, 0, 1 << 15)
         self.topk_blocks = expect_int("topk_blocks", topk_blocks, 1, 1 << 15)
         self.memory_budget = expect_int("memory_budget", memory_budget, 1)
-        names = (*_TABLES, *self.kernels.names)
-        build_kernels([all_kernels()[name] for name in names], self.device, self.name)
+        build_kernels(self.own_kernels(), self.device, self.name)
         self._lasting = LastingMemory(self.device)
+
+    @classmethod
+    def own_kernels(cls) -> list[Kernel]:
+        """What is built and loaded when it is made."""
+        return [all_kernels()[name] for name in (*_TABLES, *cls.kernels.names)]
 
     @no_grad
     def publish_prefill(

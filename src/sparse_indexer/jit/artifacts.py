@@ -20,6 +20,8 @@ from sparse_indexer.jit import build, cache, hints
 from sparse_indexer.jit.build import Built
 from sparse_indexer.jit.cache import Entry, Stored
 from sparse_indexer.jit.compilers import (
+    DeviceCompiler,
+    HostCompiler,
     find_device_compiler,
     find_host_compiler,
     host_compiler_command,
@@ -50,25 +52,13 @@ def device_artifact(
     """
     search = find_device_compiler()
     compiler = search.found
-    version = compiler.version if compiler else (12, 9)
-    targets = [target] if target else targets_of(capability, version)
-    contents = [kernel.unit, *build.device_flags(), *sources(kernel, kernel.unit)]
-    entries = [
-        Entry(
-            name,
-            kernel.name,
-            "kernel.ptx" if is_ptx(name) else "kernel.cubin",
-            digest(SCHEMA, name, *contents),
-            compiler and compiler.identity,
-        )
-        for name in targets
-    ]
+    entries = _device_entries(kernel, capability, target, compiler)
 
     def make(staging: Path, log: Path | None) -> Built:
         if compiler is None:
-            title = f"{kernel.name} for {targets[0]}: there is no device compiler"
-            raise build.missing(title, search.places, hints.NO_DEVICE_COMPILER)
-        return build.compile_device(kernel, targets[0], compiler, staging, log)
+            title = f"{kernel.name} for {entries[0].target}: there is no device compiler"
+            raise build.missing(title, search.places, hints.no_device_compiler(capability))
+        return build.compile_device(kernel, entries[0].target, compiler, staging, log)
 
     return _fetch(entries, make, compiler.label if compiler else "")
 
@@ -79,15 +69,8 @@ def host_artifact(kernel: Kernel) -> Stored:
     Raises:
         JitError: it is not there and could not be built.
     """
-    import tvm_ffi
-
-    compiler, machine = find_host_compiler(), platform.machine()
-    text = read(kernel.host_source)
-    source = digest(
-        *(SCHEMA, machine, tvm_ffi.__version__, *build.HOST_FLAGS),
-        *(text, *sources(kernel, text, kernel.host_source.parent)),
-    )
-    entry = Entry(machine, kernel.name, "host.so", source, compiler and compiler.identity)
+    compiler = find_host_compiler()
+    entry = _host_entry(kernel, compiler)
 
     def make(staging: Path, log: Path | None) -> Built:
         if compiler is None:
@@ -99,19 +82,68 @@ def host_artifact(kernel: Kernel) -> Stored:
     return _fetch([entry], make, " ".join(compiler.command) if compiler else "")
 
 
+def is_cached(kernel: Kernel, capability: tuple[int, int] | None) -> bool:
+    """Whether a call would find the cubin for such a GPU, or the host module, and build nothing.
+
+    Raises:
+        JitError: it cannot be told what a source includes.
+    """
+    if capability is None:
+        entries = [_host_entry(kernel, find_host_compiler())]
+    else:
+        entries = _device_entries(kernel, capability, None, find_device_compiler().found)
+    mode = setting("SPARSE_INDEXER_JIT")
+    return mode != "rebuild" and cache.find(_wanted(entries, mode), all_roots()) is not None
+
+
+def _device_entries(
+    kernel: Kernel,
+    capability: tuple[int, int],
+    target: str | None,
+    compiler: DeviceCompiler | None,
+) -> list[Entry]:
+    """The cubins that will do, the one to build first."""
+    version = compiler.version if compiler else (12, 9)
+    targets = [target] if target else targets_of(capability, version)
+    contents = [kernel.unit, *build.device_flags(), *sources(kernel, kernel.unit)]
+    return [
+        Entry(
+            name,
+            kernel.name,
+            "kernel.ptx" if is_ptx(name) else "kernel.cubin",
+            digest(SCHEMA, name, *contents),
+            compiler and compiler.identity,
+        )
+        for name in targets
+    ]
+
+
+def _host_entry(kernel: Kernel, compiler: HostCompiler | None) -> Entry:
+    import tvm_ffi
+
+    machine, text = platform.machine(), read(kernel.host_source)
+    source = digest(
+        *(SCHEMA, machine, tvm_ffi.__version__, *build.HOST_FLAGS),
+        *(text, *sources(kernel, text, kernel.host_source.parent)),
+    )
+    return Entry(machine, kernel.name, "host.so", source, compiler and compiler.identity)
+
+
+def _wanted(entries: list[Entry], mode: str) -> list[Entry]:
+    """What is looked for; where nothing can be built, that of any compiler."""
+    if mode != "cached" and entries[0].compiler is not None:
+        return entries[:1]
+    return [entries[0], *(other._replace(compiler=None) for other in entries)]
+
+
 def _fetch(
     entries: list[Entry], make: Callable[[Path, Path | None], Built], compiler: str
 ) -> Stored:
-    """The first entry from the cache; else built and kept, as `SPARSE_INDEXER_JIT` allows.
-
-    Where nothing can be built, any of them will do, whichever compiler it is from.
-    """
+    """One of the entries from the cache; else the first, built and kept if the mode allows it."""
     entry = entries[0]
     mode = setting("SPARSE_INDEXER_JIT") or "auto"
     rebuild = mode == "rebuild" and entry not in _rebuilt
-    wanted = [entry]
-    if mode == "cached" or entry.compiler is None:
-        wanted += [other._replace(compiler=None) for other in entries]
+    wanted = _wanted(entries, mode)
     stored = None if rebuild else cache.find(wanted, all_roots())
     if stored:
         return stored

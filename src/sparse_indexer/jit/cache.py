@@ -15,23 +15,13 @@ import itertools
 import json
 import logging
 import os
-import shutil
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
 import msgspec
 
-from sparse_indexer.jit.places import (
-    OTHER_FOLDER,
-    SCHEMA,
-    STAGING,
-    Workspace,
-    fallback_root,
-    roots,
-    sweep,
-)
+from sparse_indexer.jit.places import OTHER_FOLDER, SCHEMA, STAGING, Workspace
 from sparse_indexer.jit.resources import Resources
 
 _log = logging.getLogger("sparse_indexer")
@@ -141,27 +131,6 @@ def publish(
         _log.warning("cannot keep %s for %s in %s", entry.kernel, entry.target, fault)
         return Stored(data, None, meta, True, fault)
     return Stored(data, folder / entry.file, meta, True)
-
-
-def clear() -> list[Path]:
-    """Remove everything from the writable root, or the one in its place; the roots that had any.
-
-    Only what is being made stays, in staging folders that builders may still use.
-    """
-    found = (roots()[0], fallback_root())
-    folders = [root / SCHEMA for root in found if root and (root / SCHEMA).is_dir()]
-    for folder in folders:
-        for path in folder.iterdir():
-            if path.name == STAGING:
-                sweep(path)
-            elif path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
-        for path in (folder / STAGING, folder):
-            with suppress(OSError):  # in use
-                path.rmdir()
-    return [folder.parent for folder in folders]
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from sparse_indexer.errors import JitError, describe, expect_int, mismatch
 from sparse_indexer.jit import cache
 from sparse_indexer.jit.artifacts import device_artifact, host_artifact
+from sparse_indexer.jit.clearing import clear as clear_cache
 from sparse_indexer.jit.compilers import find_device_compiler
 from sparse_indexer.jit.kernel import Kernel, all_kernels, expect_kernels
 from sparse_indexer.jit.parallel import max_jobs
@@ -34,6 +35,9 @@ from sparse_indexer.workers import each_done
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+_NAMED = 5  # files that `cache --clear` leaves, by name
 
 
 class Outcome(NamedTuple):
@@ -186,8 +190,13 @@ def print_outcomes(console: Console, outcomes: Sequence[Outcome]) -> int:
 def cache_command(console: Console, *, clear: bool) -> int:
     """`cache`: what is where, or, with `clear`, away with it; the exit status."""
     if clear:
-        for root in cache.clear():
-            console.print(f"cleared {root}", markup=False, soft_wrap=True)
+        cleared = clear_cache()
+        if not cleared:
+            console.print(f"nothing to clear in {roots()[0]}", markup=False, soft_wrap=True)
+        for root, left in cleared:
+            note = f", left what is not of the cache ({len(left)}): " if left else ""
+            names = ", ".join(map(str, left[:_NAMED])) + ", ..." * (len(left) > _NAMED)
+            console.print(f"cleared {root}{note}{names}", markup=False, soft_wrap=True)
         return 0
     writable, read_only = roots()
     notes = {writable: ""}

@@ -7,11 +7,15 @@ import importlib.metadata
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
+from sparse_indexer.errors import JitError
 from sparse_indexer.jit import hints
+from sparse_indexer.jit.artifacts import is_cached
 from sparse_indexer.jit.compilers import (
     Search,
+    find_device_compiler,
     find_host_compiler,
     find_nvcc,
     find_nvrtc,
@@ -19,20 +23,70 @@ from sparse_indexer.jit.compilers import (
 )
 from sparse_indexer.jit.driver import driver_version
 from sparse_indexer.jit.headers import HOMES
+from sparse_indexer.jit.kernel import Kernel
 from sparse_indexer.jit.parallel import max_jobs
 from sparse_indexer.jit.places import read_only_note, roots, workspace
-from sparse_indexer.jit.settings import VALUES
+from sparse_indexer.jit.settings import VALUES, setting
+from sparse_indexer.jit.targets import is_known, target_of
 
 _FOLDERS = "SPARSE_INDEXER_CACHE_DIR"
+_NOT_CACHED = (
+    "its kernels are not all in the cache, and SPARSE_INDEXER_JIT=cached: unset that, or take a "
+    "cache that `python -m sparse_indexer compile` of this very version has filled"
+)
 
 
-def report() -> list[tuple[str, str]]:
-    """(subject, finding) lines, in the order in which a call needs them; starts processes."""
+def why_no_kernels(kernels: Sequence[Kernel], capability: tuple[int, int]) -> str | None:
+    """Why a GPU of this capability cannot have these kernels, with the fix; `None`: it can.
+
+    Builds nothing: they are in the cache, or there are compilers that know such a GPU.
+    """
+    try:
+        faults = ((capability, _device_fault(capability)), (None, _host_fault()))
+        for where, fault in faults:
+            if fault and not all(is_cached(kernel, where) for kernel in kernels):
+                return fault
+    except (JitError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def _device_fault(capability: tuple[int, int]) -> str | None:
+    """Why no kernel can be compiled for such a GPU, with the fix."""
+    if setting("SPARSE_INDEXER_JIT") == "cached":
+        return _NOT_CACHED
+    compiler = find_device_compiler().found
+    if compiler is None:
+        wish = setting("SPARSE_INDEXER_COMPILER")
+        what = f"no {wish}, which SPARSE_INDEXER_COMPILER names" if wish else "no device compiler"
+        return f"{what}: {hints.no_device_compiler(capability)}"
+    if compiler.version == (0, 0):
+        return f"{compiler.path} names no version"
+    if not is_known(capability, compiler.version):
+        target = target_of(capability, compiler.version)
+        return f"{compiler.label}: {hints.architecture_hint(target, compiler.version)}"
+    if compiler.name == "nvcc":
+        return ": ".join(text for _, text in _nvcc_lines(find_nvcc())) or None
+    return None
+
+
+def _host_fault() -> str | None:
+    if setting("SPARSE_INDEXER_JIT") == "cached":
+        return _NOT_CACHED
+    return None if find_host_compiler() else f"no C++ compiler: {hints.NO_HOST_COMPILER}"
+
+
+def report(capabilities: Sequence[tuple[int, int]] = ()) -> list[tuple[str, str]]:
+    """(subject, finding) lines, in the order in which a call needs them; starts processes.
+
+    `capabilities` are those of the GPUs that are here.
+    """
     device = {"NVRTC": find_nvrtc(), "nvcc": find_nvcc()}
     lines = [(name, _describe(search)) for name, search in device.items()]
     lines += _nvcc_lines(device["nvcc"])
     if not any(search.found for search in device.values()):
-        lines.append(("fix", hints.NO_DEVICE_COMPILER))
+        fixes = [hints.no_device_compiler(cc) for cc in capabilities]
+        lines += [("fix", fix) for fix in dict.fromkeys(fixes or [hints.no_device_compiler()])]
     lines += _host_lines()
     writable, read_only = roots()
     with workspace() as place:

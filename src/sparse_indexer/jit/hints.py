@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import re
 
-from sparse_indexer.jit.compilers import find_nvrtc
-from sparse_indexer.jit.places import OTHER_FOLDER
-from sparse_indexer.jit.settings import setting
+import torch
 
-NO_DEVICE_COMPILER = (
-    "pip install 'sparse-indexer[cuda12]' (or [cuda13], for torch built with CUDA 13); "
-    "or set CUDA_HOME to a toolkit that has bin/nvcc"
-)
+from sparse_indexer.jit.compilers import find_nvcc, find_nvrtc
+from sparse_indexer.jit.places import OTHER_FOLDER
+from sparse_indexer.jit.targets import capability_of, compilers_of, is_known
+
+VOLTA_TORCH = "'torch>=2.8,<2.11'"
+"""What pip installs that still has code for 7.0: builds for CUDA 12.8."""
+
 INSTALL_GXX = "apt-get install g++ (dnf install gcc-c++)"
 NO_HOST_COMPILER = f"{INSTALL_GXX}, or set CXX to a C++17 compiler"
 NVCC_WITHOUT_GXX = f"{INSTALL_GXX}, or set NVCC_CCBIN to a compiler that nvcc supports"
@@ -34,6 +35,18 @@ def first_error(output: str) -> str:
     return next(errors, lines[-1] if lines else "no output")
 
 
+def no_device_compiler(capability: tuple[int, int] | None = None) -> str:
+    """What to install where there is no compiler, for GPUs of this capability or for any."""
+    first, end = compilers_of(capability or (0, 0))
+    nvcc = "toolkit that has bin/nvcc"
+    if end <= (13, 0):
+        return f"{_cuda_12(remove=False)}; or set CUDA_HOME to a CUDA 12 {nvcc}"
+    if first >= (13, 0):
+        return f"pip install 'sparse-indexer[cuda13]'; or set CUDA_HOME to a CUDA 13 {nvcc}"
+    also = "(or [cuda13], for torch built with CUDA 13)"
+    return f"pip install 'sparse-indexer[cuda12]' {also}; or set CUDA_HOME to a {nvcc}"
+
+
 def hint_for(output: str, target: str, compiler: tuple[int, int] | None) -> str | None:
     """What to do about it, where that is known.
 
@@ -46,9 +59,10 @@ def hint_for(output: str, target: str, compiler: tuple[int, int] | None) -> str 
     if "CuPy cannot use NVRTC: [Errno" in output:
         return "CuPy needs a folder that can be written: set CUPY_CACHE_DIR to one"
     if "CuPy cannot use NVRTC" in output:
-        return f"CuPy and NVRTC must be for one CUDA major: {NO_DEVICE_COMPILER}"
+        fix = no_device_compiler(capability_of(target))
+        return f"CuPy and NVRTC must be for one CUDA major: {fix}"
     if re.search(r"invalid value for --gpu-architecture|unsupported gpu arch", output, re.I):
-        return _architecture_hint(target, compiler)
+        return architecture_hint(target, compiler)
     major = compiler[0]
     if re.search(r"(cannot|could not) open source file \"(cuda/std|nv/)", output):
         package = "nvidia-cuda-cccl-cu12" if major == 12 else "nvidia-cuda-cccl"
@@ -66,21 +80,35 @@ def hint_for(output: str, target: str, compiler: tuple[int, int] | None) -> str 
     return None
 
 
-def _architecture_hint(target: str, compiler: tuple[int, int]) -> str:
-    version = f"CUDA {compiler[0]}.{compiler[1]}"
-    number = int(re.sub(r"\D", "", target) or 0)
-    if number < 75 and compiler >= (13, 0):
-        nvrtc = find_nvrtc().found
-        if setting("SPARSE_INDEXER_COMPILER") == "nvcc" and nvrtc and nvrtc.version < (13, 0):
-            return f"{version} has dropped {target}: unset SPARSE_INDEXER_COMPILER, to take NVRTC"
-        return (
-            f"{version} has dropped {target}: install the CUDA 12 compiler, "
-            "pip uninstall cupy-cuda13x nvidia-cuda-nvrtc && pip install 'sparse-indexer[cuda12]'"
-        )
-    return (
-        f"{version} does not know {target}: update the compiler, "
-        f"pip install -U 'sparse-indexer[cuda{max(12, compiler[0])}]'"
-    )
+def architecture_hint(target: str, compiler: tuple[int, int]) -> str:
+    """What to do about a compiler of this CUDA version that does not know `target`."""
+    version, capability = f"CUDA {compiler[0]}.{compiler[1]}", capability_of(target)
+    first, end = compilers_of(capability)
+    what = f"{version} {'has dropped' if compiler >= end else 'does not know'} {target}"
+    for name, search in (("nvrtc", find_nvrtc()), ("nvcc", find_nvcc())):
+        other = search.found
+        if other and other.version != compiler and is_known(capability, other.version):
+            return f"{what}: set SPARSE_INDEXER_COMPILER={name}, to take {other.label}"
+    if capability == (10, 1) and compiler >= end:
+        return f"{what}, which it calls sm_110: compile for 11.0, where the driver is for CUDA 13"
+    if compiler >= end:
+        return f"{what}: install the CUDA 12 compiler, {_cuda_12(remove=True)}"
+    if first >= (13, 0) and compiler < (13, 0):
+        remove = "pip uninstall cupy-cuda12x && "
+        return f"{what}, CUDA 13 does: {remove}pip install 'sparse-indexer[cuda13]'"
+    extra = f"cuda{max(12, compiler[0])}"
+    return f"{what}: update the compiler, pip install -U 'sparse-indexer[{extra}]'"
+
+
+def _cuda_12(*, remove: bool) -> str:
+    """To install the compiler of CUDA 12; a torch built for CUDA 13 needs the other."""
+    torch_13 = (torch.version.cuda or "").startswith("13")
+    fix = "pip install 'sparse-indexer[cuda12]'"
+    if torch_13:
+        fix += f" {VOLTA_TORCH}, as this torch is built for CUDA 13 and needs its NVRTC"
+    if remove or torch_13:
+        fix = f"pip uninstall cupy-cuda13x nvidia-cuda-nvrtc && {fix}"
+    return fix
 
 
 def _host_hint(output: str) -> str | None:

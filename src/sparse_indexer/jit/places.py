@@ -28,6 +28,7 @@ SCHEMA = "v1"
 """The folder of a root that holds everything, and part of every key."""
 
 STAGING = "staging"
+_PREFIX = "building-"  # of a builder's folder in it
 _STALE = 86400.0  # seconds after which a staging folder belongs to nobody
 _ROOM = 16 << 20  # bytes that a compiler takes for one kernel, at most
 
@@ -155,7 +156,7 @@ def make_staging(root: Path) -> Path:
     parent = root / SCHEMA / STAGING
     parent.mkdir(parents=True, exist_ok=True)
     sweep(parent)
-    staging = Path(tempfile.mkdtemp(dir=parent))
+    staging = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
     try:
         with tempfile.TemporaryFile(dir=staging) as file:
             os.posix_fallocate(file.fileno(), 0, _ROOM)
@@ -181,7 +182,7 @@ def _warn(fault: str) -> None:
 
 def sweep(parent: Path) -> None:
     """Remove what killed builders left."""
-    for folder in parent.iterdir():
+    for folder in parent.glob(f"{_PREFIX}*"):
         try:
             if time.time() - folder.stat().st_mtime > _STALE:
                 shutil.rmtree(folder, ignore_errors=True)

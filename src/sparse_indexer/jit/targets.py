@@ -1,14 +1,76 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which machine code a GPU takes: exact targets. PTX is made only of targets that are named."""
+"""Which machine code a GPU takes: exact targets. PTX is made only of targets that are named.
+
+And which compilers make it.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from sparse_indexer.errors import mismatch
 
-_NUMBERS = (70, 72, 75, 80, 86, 87, 88, 89, 90, 100, 101, 103, 110, 120, 121)
-_KNOWN = tuple(f"{number // 10}.{number % 10}" for number in _NUMBERS)
+_Version = tuple[int, int]
+
+# 10 * major + minor of a compute capability: the first CUDA whose compilers know it, of its `a`
+# target from 9.0 on, and the first that does not any more.
+_NEVER = (1 << 30, 0)
+_COMPILERS: dict[int, tuple[_Version, _Version]] = {
+    70: ((9, 0), (13, 0)),
+    72: ((9, 2), (13, 0)),
+    75: ((10, 0), _NEVER),
+    80: ((11, 0), _NEVER),
+    86: ((11, 1), _NEVER),
+    87: ((11, 4), _NEVER),
+    88: ((13, 0), _NEVER),
+    89: ((11, 8), _NEVER),
+    90: ((12, 0), _NEVER),
+    100: ((12, 8), _NEVER),
+    101: ((12, 8), (13, 0)),
+    103: ((12, 9), _NEVER),
+    110: ((13, 0), _NEVER),
+    120: ((12, 8), _NEVER),
+    121: ((12, 9), _NEVER),
+}
+_KNOWN = tuple(f"{number // 10}.{number % 10}" for number in _COMPILERS)
+
+
+def compilers_of(capability: _Version) -> tuple[_Version, _Version]:
+    """(first, end) of the CUDA versions whose compilers know it: first <= version < end."""
+    return _COMPILERS.get(10 * capability[0] + capability[1], ((0, 0), _NEVER))
+
+
+def is_known(capability: _Version, compiler: _Version) -> bool:
+    """Whether the compilers of this CUDA version know it."""
+    first, end = compilers_of(capability)
+    return first <= compiler < end
+
+
+def capability_of(target: str) -> _Version:
+    """Of `sm_90a` or `compute_75`: 9.0 and 7.5; 0.0 of what is neither."""
+    found = re.fullmatch(r"(?:sm|compute)_(\d+)(\d)[af]?", target, re.ASCII)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def takes(capability: _Version, code: Iterable[str]) -> bool:
+    """Whether a GPU runs any of this code, named as by `torch.cuda.get_arch_list`.
+
+    Machine code runs on its own and later minors of one major, PTX (`compute_75`) on all that is
+    later; with `a` either runs on its own capability alone, with `f` on later minors.
+    """
+    for name in code:
+        own = capability_of(name)
+        later_minor = own[0] == capability[0] and own <= capability
+        if name.endswith("a"):
+            runs = own == capability
+        elif is_ptx(name) and not name.endswith("f"):
+            runs = own <= capability and own != (0, 0)
+        else:
+            runs = later_minor
+        if runs:
+            return True
+    return False
 
 
 def target_of(capability: tuple[int, int], compiler: tuple[int, int]) -> str:

@@ -96,7 +96,7 @@ def equal_logits(c: CaseConfig) -> Case:
 
 def two_values(c: CaseConfig) -> Case:
     """Two values, the larger one rarer and more frequent than topk."""
-    width = c.full + 200
+    width = c.long
     rows = [
         [int(n % (width // keep) == 0) for n in range(width)] for keep in (3, c.topk + 5, width)
     ]

@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from sparse_indexer.backends.mask import MaskIndexer
+from sparse_indexer.devices import resolve_device
 from sparse_indexer.errors import describe, expect_int, mismatch
 from sparse_indexer.formats import INT32_MAX, KeyFormat
 from sparse_indexer.inputs import BLOCK_SIZE, PrefillIndexerInputs
@@ -148,6 +149,16 @@ def _expect_arguments(
         raise mismatch(
             "indexer", f"a CandidateIndexer, with {', '.join(missing)}", describe(indexer)
         )
+    if not isinstance(indexer.name, str):
+        raise mismatch("indexer.name", "a str", describe(indexer.name))
+    expect_int("indexer.topk", indexer.topk, 0)
+    expect_int("indexer.topk_blocks", indexer.topk_blocks, 1)
+    try:
+        where = resolve_device(indexer.device)
+    except ValueError as error:
+        raise ValueError(f"indexer.{error}") from error
+    if where.type == "meta":
+        raise mismatch("indexer.device", "a device that has values", str(where))
     if isinstance(tolerance, bool) or not isinstance(tolerance, Real):
         raise mismatch("tolerance", "a number", describe(tolerance))
     if not 0 <= tolerance < float("inf"):
@@ -233,12 +244,14 @@ class _Run:
         source, consumer = self.case.source, self.case.consumer
         yield "publish: blocks are well-formed", blocks_problem(candidates)
         want_own, want_selected, want_full = (torch.empty_like(t) for t in (own, selected, full))
-        oracle_candidates = self.oracle.publish_prefill(source, want_own)
+        oracle_candidates = self.oracle.publish_prefill(source)
+        # Of its own blocks, which within the tolerance may be others than the oracle's.
+        self.oracle.select_prefill(candidates, source, want_own)
         self.oracle.select_prefill(candidates, consumer, want_selected)
         self.oracle.topk_prefill(consumer, want_full)
         pairs = (
             ("publish: blocks", candidates.blocks, oracle_candidates.blocks, source),
-            ("publish: own positions", own, want_own, source),
+            ("publish: own positions among its candidates", own, want_own, source),
             ("select: positions among its candidates", selected, want_selected, consumer),
             ("topk: positions", full, want_full, consumer),
         )
