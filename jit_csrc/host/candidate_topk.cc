@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/candidate_topk.h"
 
-#include "kernels/candidate_quads.h"
-
-#include "sparse_indexer/host/check.h"
+#include "sparse_indexer/host/candidate_operands.h"
 #include "sparse_indexer/host/launch.h"
 #include "sparse_indexer/host/quad_operands.h"
 #include "sparse_indexer/host/topk_list.h"
@@ -11,7 +9,6 @@
 using namespace sparse_indexer;
 namespace config = candidate_topk_config;
 using tvm::ffi::Optional;
-constexpr int kEvery = candidate_quads_config::kRankEvery;
 
 namespace {
 
@@ -22,23 +19,15 @@ void candidate_topk(TensorView keys, TensorView queries, TensorView weights, Ten
                     TensorView rows, TensorView blocks, TensorView slots, TensorView counters,
                     TensorView out, Optional<TensorView> request_of_row,
                     Optional<TensorView> request_starts) {
-  Size width("width"), columns("columns"), ctas("ctas"), num_blocks("columns / 8");
-  Size num_rows("rows"), k("k"), requests("requests");
-  Device device;
-  QuadOperands operands;
-  operands.check(keys, queries, weights, quad_first, device);
+  CandidateOperands<QuadOperands> its{keys, queries, weights, entries, ranks, counts, quad_first};
+  its.check(8);
+  const QuadOperands& operands = its.operands;
   if (operands.element != 0) bad_argument("keys", "uint8", "halves");
-  Size& quads = operands.quads;
+  const int64_t quads = operands.quads;
   const int heads = static_cast<int>(operands.heads);
-  Match("entries").shape({quads, width}).dtype(int32).on(device).contiguous().check(entries);
-  Match("ranks")
-      .shape({quads, (width + kEvery - 1) / kEvery, 4})
-      .dtype(int16)
-      .on(device)
-      .contiguous()
-      .aligned(8)
-      .check(ranks);
-  Match("counts").shape({quads, 2}).dtype(int32).on(device).contiguous().check(counts);
+  Device& device = its.device;
+  Size columns("columns"), ctas("ctas"), num_blocks("columns / 8");
+  Size num_rows("rows"), k("k"), requests("requests");
   Match("lens").shape({4 * quads}).dtype(int32).on(device).contiguous().check(lens);
   Match("rows").shape({4 * quads}).dtype(int32).on(device).contiguous().check(rows);
   Match("slots")
@@ -55,9 +44,8 @@ void candidate_topk(TensorView keys, TensorView queries, TensorView weights, Ten
       .check(blocks);
   Match("counters").shape({ctas + 1}).dtype(int32).on(device).contiguous().check(counters);
   Match("out").shape({num_rows, k}).dtype(int32).on(device).last_dim_contiguous().check(out);
-  if (columns % 8 != 0 || columns > 8 * 0xffff) {
-    bad_argument("slots", "columns of at most 65535 whole blocks", std::to_string(columns));
-  }
+  CandidateTopkParams params{};
+  params.logits = its.params("slots", data<float>(slots), columns, columns);
   if (num_blocks * 8 < columns) {
     bad_argument("blocks", "at least columns / 8 = " + std::to_string(columns / 8) + " columns",
                  std::to_string(num_blocks));
@@ -67,7 +55,6 @@ void candidate_topk(TensorView keys, TensorView queries, TensorView weights, Ten
     bad_argument("request_of_row", "a tensor with request_starts, else None",
                  request_of_row.has_value() ? "a tensor" : "None");
   }
-  CandidateTopkParams params{};
   if (request_of_row.has_value()) {
     Match("request_of_row")
         .shape({num_rows})
@@ -89,21 +76,6 @@ void candidate_topk(TensorView keys, TensorView queries, TensorView weights, Ten
   expect_int("quads", quads, 0, INT32_MAX / 4);
   expect_int("slots ctas", ctas, 1, 1 << 16);
 
-  CandidateLogitsParams& logits = params.logits;
-  logits.keys = data<const uint8_t>(keys);
-  logits.queries = data<const uint8_t>(queries);
-  logits.weights = data<const float>(weights);
-  logits.entries = data<const uint32_t>(entries);
-  logits.ranks = data<const uint16_t>(ranks);
-  logits.ranks_stride = (width + kEvery - 1) / kEvery;
-  logits.counts = data<const int32_t>(counts);
-  logits.quad_first = data<const int32_t>(quad_first);
-  logits.out = data<float>(slots);
-  logits.entries_stride = width;
-  logits.out_stride = columns;
-  logits.quads = static_cast<int32_t>(quads);
-  logits.out_blocks = static_cast<int32_t>(columns / 8);
-  logits.num_blocks = static_cast<int32_t>(operands.blocks);
   TopkParams& topk = params.topk;
   topk.rows = data<const int32_t>(rows);
   topk.lens = data<const int32_t>(lens);

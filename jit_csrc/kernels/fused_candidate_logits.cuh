@@ -8,15 +8,15 @@
 // lists are cut into equal parts, one a CTA.
 #pragma once
 
+#include "kernels/candidate_logits.h"
 #include "kernels/candidate_quads.h"
-#include "kernels/fused_candidate_logits.h"
 #include "kernels/fused_scoring.cuh"
 
 namespace sparse_indexer {
 
 template <StoredKeys Keys, int Heads, bool HalfScores>
 struct FusedCandidateLogits {
-  using Params = FusedCandidateLogitsParams;
+  using Params = CandidateLogitsParams;
   using Scoring = FusedScoring<Keys, Heads, 4, HalfScores>;
   static constexpr int kThreads = Scoring::kThreads;
   static constexpr int kMinBlocks = MmaSync::kMinBlocks;
