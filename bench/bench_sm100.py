@@ -163,9 +163,11 @@ def of_rows(rows: int, heads: int) -> dict[str, tuple[int, float]]:
     indexer = Sm100Indexer(DEVICE, topk=TOPK, topk_blocks=BLOCKS, deep_gemm=stub)
     out = torch.empty(rows, TOPK, dtype=torch.int32, device=DEVICE)
     candidates = indexer.publish_prefill(source)
+    in_bf16 = with_queries(consumer, consumer.index_q, consumer.head_weights.bfloat16())
     calls: dict[str, Callable[[], object]] = {
         GRADIENTS_ON: lambda: indexer.select_prefill(candidates, consumer, out),
         "select": lambda: indexer.select_prefill(candidates, consumer, out),
+        "select, weights in bfloat16": lambda: indexer.select_prefill(candidates, in_bf16, out),
         "publish": lambda: indexer.publish_prefill(source),
         "publish with own top-k": lambda: indexer.publish_prefill(source, out),
         "topk": lambda: indexer.topk_prefill(consumer, out),
