@@ -3,8 +3,8 @@
 // what `candidate_logits` writes, bit for bit. Only e4m3.
 //
 // The logits of a quad go to a slot in memory. As soon as they are complete, one warpgroup of the
-// CTA selects of its four rows, whose logits are in the L2 yet, while the others score the next
-// quad. A CTA has two slots in turns for the quads that it scores alone.
+// CTA selects of its four rows, or two of two each, whose logits are in the L2 yet, while the
+// others score the next quad. A CTA has two slots in turns for the quads that it scores alone.
 //
 // The work is cut into equal parts, so a part may begin and end within a quad. Such a quad is
 // selected by the CTA that scores its last units, from a third slot. All CTAs that score units of
