@@ -319,9 +319,10 @@ struct RowTopk {
   __device__ __forceinline__ Kth settle_listed(uint32_t bound, int count) const {
     constexpr int kFew = 32;  // keys that a warp settles
     struct Shared {
-      uint32_t largest, few[kFew];
       int num_few;
       Kth kth;
+      uint32_t largest;
+      uint32_t few[kFew];
     };
     __shared__ Shared of_groups[Task::kGroups];
     Shared& s = of_groups[task.group()];
