@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from sparse_indexer import PrefillIndexerInputs
+from sparse_indexer import FlatIndexK, IndexQ, PrefillIndexerInputs
 from sparse_indexer.errors import JitError
-from sparse_indexer.formats import INT32_MAX
-from sparse_indexer.inputs import BLOCK_SIZE
+from sparse_indexer.formats import INT32_MAX, KeyFormat
+from sparse_indexer.inputs import BLOCK_SIZE, flat_index_k
 from sparse_indexer.jit import Kernel
 from sparse_indexer.jit.artifacts import device_artifact, host_artifact
 from sparse_indexer.jit.targets import parse_arch
@@ -21,6 +21,7 @@ from sparse_indexer.ops.candidate_quads import candidate_quads
 from sparse_indexer.ops.index_k import index_k
 from sparse_indexer.ops.index_q import index_q
 from sparse_indexer.quads import Quads, make_quads
+from sparse_indexer.testing import make_inputs
 
 DEVICE = torch.device("cuda:0")
 POISON = 7.0
@@ -58,6 +59,31 @@ def use_code(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if code != "own":
         for kernel in KERNELS:
             monkeypatch.setitem(kernel.loaded, DEVICE, ptx_module(kernel, code))
+
+
+def beyond_halves(form: KeyFormat, heads: int) -> tuple[PrefillIndexerInputs, torch.Tensor]:
+    """8 rows over 300 positions, and the scores `[8, heads, 300]` of heads, most with weight 0.
+
+    Scores are integers beyond 2^11, exact in float32: rounded to float16 they are others.
+    """
+    generator = torch.Generator(DEVICE).manual_seed(6)
+
+    def pick(choices: list[int], *shape: int) -> torch.Tensor:
+        index = torch.randint(len(choices), shape, device=DEVICE, generator=generator)
+        return torch.tensor(choices, device=DEVICE, dtype=torch.float32)[index]
+
+    queries = pick([0, 13, -15, 11, -9, 14], 8, heads, 128)
+    keys = pick([0, 1, -1, 13, -15, 14, 9], 300, 128)
+    weights = torch.zeros(8, heads, device=DEVICE)
+    weights[:, ::10] = pick([1, -2, 1], 8, len(range(0, heads, 10)))
+    if form == "fp8":
+        codes, ones = torch.float8_e4m3fn, torch.ones(300, device=DEVICE)
+        index_q, index_k = IndexQ(queries.to(codes)), FlatIndexK(keys.to(codes), ones, "fp8")
+    else:
+        index_k = flat_index_k(keys, form)
+        index_q = IndexQ(queries.to(index_k.values.dtype))
+    inputs = make_inputs(index_q, weights, [index_k], [299] * 8, [8])
+    return inputs, queries @ keys.t()
 
 
 class Packed(NamedTuple):

@@ -37,6 +37,29 @@ def poisoned(rows: int, columns: int) -> torch.Tensor:
     return torch.full((rows, columns), 7, dtype=torch.int32, device="cuda:0")
 
 
+def check_graph_and_no_synchronization(
+    indexer: CandidateIndexer, case: Layers, want: Sequence[torch.Tensor], tail_lens: list[int]
+) -> None:
+    """A captured graph gives `want`: blocks, own positions, selected, full; no method waits."""
+    source, consumer = case
+    own, selected, full = (poisoned(source.plan.num_rows, indexer.topk) for _ in range(3))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        candidates = indexer.publish_prefill(source, own)
+        blocks = candidates.blocks
+        indexer.select_prefill(candidates, consumer, selected)
+        indexer.topk_prefill(consumer, full)
+    graph.replay()
+    for got, expected in zip((blocks, own, selected, full), want, strict=True):
+        assert torch.equal(got, expected)
+    with no_synchronization():
+        candidates = indexer.publish_prefill(source, own)
+        indexer.publish_prefill(source)
+        indexer.prefill_tail(candidates, tail_lens)
+        indexer.select_prefill(candidates, consumer, selected)
+        indexer.topk_prefill(consumer, full)
+
+
 def check_select_on_another_stream(
     indexer: CandidateIndexer, cases: Sequence[Layers], want: Sequence[Any], tail_lens: list[int]
 ) -> None:

@@ -316,7 +316,7 @@ def test_the_kernels_of_a_backend_are_those_it_builds(
     def build(kernels: Any, *_: object) -> None:
         built.extend(kernel.name for kernel in kernels)
 
-    for module in ("backends.quad_indexer", "backends.gemm_indexer", "row_ops"):
+    for module in ("backends.kernel_indexer", "row_ops"):
         monkeypatch.setattr(f"sparse_indexer.{module}.build_kernels", build)
     monkeypatch.setitem(sys.modules, "deep_gemm", DeepGemmEmulator())
     for name, capability in {"sm70": (7, 0), "sm90": (9, 0), "sm100": (10, 0)}.items():

@@ -9,6 +9,7 @@ from fused_support import (
     CODES,
     DEVICE,
     POISON,
+    beyond_halves,
     block_keys_of,
     candidate_logits_of,
     logits_of,
@@ -278,23 +279,8 @@ def test_nan_and_infinity(form: KeyFormat, heads: int) -> None:
 @pytest.mark.parametrize("form", ["fp8", "fp16"])
 def test_half_scores(form: KeyFormat, heads: int) -> None:
     """Integers beyond 2^11, exact in float32: each head's is rounded to float16, to nearest."""
-    generator = torch.Generator(DEVICE).manual_seed(6)
-
-    def pick(choices: list[int], *shape: int) -> torch.Tensor:
-        index = torch.randint(len(choices), shape, device=DEVICE, generator=generator)
-        return torch.tensor(choices, device=DEVICE, dtype=torch.float32)[index]
-
-    queries = pick([0, 13, -15, 11, -9, 14], 8, heads, 128)
-    keys = pick([0, 1, -1, 13, -15, 14, 9], 300, 128)
-    weights = torch.zeros(8, heads, device=DEVICE)
-    weights[:, ::10] = pick([1, -2, 1], 8, len(range(0, heads, 10)))
-    if form == "fp8":
-        codes, ones = torch.float8_e4m3fn, torch.ones(300, device=DEVICE)
-        index_q, index_k = IndexQ(queries.to(codes)), FlatIndexK(keys.to(codes), ones, "fp8")
-    else:
-        index_q, index_k = IndexQ(queries.half()), FlatIndexK(keys.half(), None, "fp16")
-    packed = pack(inputs_of([index_k], (index_q, weights), [[300] * 8]))
-    scores = queries @ keys.t()
+    inputs, scores = beyond_halves(form, heads)
+    packed, weights = pack(inputs), inputs.head_weights
     rounded = (scores.half().float().relu() * weights[:, :, None]).sum(1)
     unrounded = (scores.relu() * weights[:, :, None]).sum(1)
     assert (rounded != unrounded).float().mean() > 0.2

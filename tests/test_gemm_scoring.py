@@ -8,17 +8,17 @@ import re
 
 import pytest
 import torch
-from fused_support import logits_of, pack
+from fused_support import beyond_halves, logits_of, pack
 from gemm_support import POISON, TOLERANCE, gemm_block_keys, gemm_logits, rounded_logits
 from gpu_support import (
+    check_graph_and_no_synchronization,
     check_select_on_another_stream,
     check_tail_on_another_stream,
     free_memory,
-    no_synchronization,
 )
 from sm90_support import Layers, Results, layers, poisoned, run, same
 
-from sparse_indexer import FlatIndexK, IndexQ, PrefillIndexerInputs
+from sparse_indexer import IndexQ, PrefillIndexerInputs
 from sparse_indexer.backends.mask import MaskIndexer
 from sparse_indexer.backends.sm70 import Sm70Indexer
 from sparse_indexer.formats import FORMATS, KeyFormat
@@ -106,28 +106,12 @@ def test_random_data(forms: tuple[KeyFormat, KeyFormat], heads: int) -> None:
     assert (error > 2.0**-15 * sizes).any() or forms == ("fp4", "fp4")
 
 
-def picked(choices: list[int], *shape: int) -> torch.Tensor:
-    generator = torch.Generator(DEVICE).manual_seed(sum(choices) + len(shape))
-    index = torch.randint(len(choices), shape, device=DEVICE, generator=generator)
-    return torch.tensor(choices, device=DEVICE, dtype=torch.float32)[index]
-
-
 @pytest.mark.parametrize("heads", [32, 64, 96])
 @pytest.mark.parametrize("form", ["fp8", "fp16", "bf16"])
 def test_scores_are_rounded_as_with_half_scores(form: KeyFormat, heads: int) -> None:
     """Integers beyond 2^11, exact in float32, each rounded to nearest; the fused kernels agree."""
-    queries = picked([0, 13, -15, 11, -9, 14], 8, heads, 128)
-    keys = picked([0, 1, -1, 13, -15, 14, 9], 300, 128)
-    weights = torch.zeros(8, heads, device=DEVICE)
-    weights[:, ::10] = picked([1, -2, 1], 8, len(range(0, heads, 10)))
-    if form == "fp8":
-        codes, ones = torch.float8_e4m3fn, torch.ones(300, device=DEVICE)
-        index_q, index_k = IndexQ(queries.to(codes)), FlatIndexK(keys.to(codes), ones, "fp8")
-    else:
-        index_k = flat_index_k(keys, form)
-        index_q = IndexQ(queries.to(index_k.values.dtype))
-    inputs = make_inputs(index_q, weights, [index_k], [299] * 8, [8])
-    scores = queries @ keys.t()
+    inputs, scores = beyond_halves(form, heads)
+    weights = inputs.head_weights
     want = rounded_logits(scores, weights, inputs)
     assert (want != (scores.relu() * weights[:, :, None]).sum(1)).float().mean() > 0.2
     got = gemm_logits(inputs, 400 << 10)
@@ -266,22 +250,7 @@ def test_no_method_synchronizes_and_a_graph_replays(heads: int) -> None:
     source, consumer = layers(LENS, heads=heads, palette=True)
     indexer = gemm(**OPTIONS, memory_budget=4 * MiB)
     want = run(indexer, source, consumer)
-    own, selected, full = (poisoned(source, OPTIONS["topk"]) for _ in range(3))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        candidates = indexer.publish_prefill(source, own)
-        blocks = candidates.blocks
-        indexer.select_prefill(candidates, consumer, selected)
-        indexer.topk_prefill(consumer, full)
-    graph.replay()
-    for got, expected in zip((blocks, own, selected, full), want, strict=True):
-        assert torch.equal(got, expected)
-    with no_synchronization():
-        candidates = indexer.publish_prefill(source, own)
-        indexer.publish_prefill(source)
-        indexer.prefill_tail(candidates, [3, 0, 20, 1, 0, 2])
-        indexer.select_prefill(candidates, consumer, selected)
-        indexer.topk_prefill(consumer, full)
+    check_graph_and_no_synchronization(indexer, (source, consumer), want, [3, 0, 20, 1, 0, 2])
 
 
 def test_other_streams() -> None:

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from fused_support import CODES, use_code
-from gpu_support import free_memory, no_synchronization
+from gpu_support import check_graph_and_no_synchronization, free_memory
 from sm90_support import DEVICE, Layers, layers, poisoned, run, same
 
 from sparse_indexer import make_candidate_indexer
@@ -97,21 +97,7 @@ def test_no_method_synchronizes_and_a_graph_replays() -> None:
     source, consumer = layers(LENS)
     indexer = Sm70Indexer(DEVICE, **OPTIONS)
     want = run(indexer, source, consumer)
-    own, selected, full = (poisoned(source, 64) for _ in range(3))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        candidates = indexer.publish_prefill(source, own)
-        blocks = candidates.blocks
-        indexer.select_prefill(candidates, consumer, selected)
-        indexer.topk_prefill(consumer, full)
-    graph.replay()
-    for got, expected in zip((blocks, own, selected, full), want, strict=True):
-        assert torch.equal(got, expected)
-    with no_synchronization():
-        candidates = indexer.publish_prefill(source, own)
-        indexer.prefill_tail(candidates, [3, 0, 20, 1])
-        indexer.select_prefill(candidates, consumer, selected)
-        indexer.topk_prefill(consumer, full)
+    check_graph_and_no_synchronization(indexer, (source, consumer), want, [3, 0, 20, 1])
 
 
 def test_candidates_of_another_backend() -> None:

@@ -11,15 +11,13 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from sparse_indexer.backends.kernels import build_kernels
-from sparse_indexer.devices import resolve_device
-from sparse_indexer.errors import expect_int, mismatch
+from sparse_indexer.backends.kernel_indexer import KernelIndexer
 from sparse_indexer.formats import INT32_MAX
 from sparse_indexer.gemm_scoring import GemmTile, gemm_tiles
 from sparse_indexer.index_k import BLOCK_SIZE
 from sparse_indexer.inputs import PrefillIndexerInputs
 from sparse_indexer.jit.kernel import Kernel, all_kernels
-from sparse_indexer.lasting import LastingMemory, Ready
+from sparse_indexer.lasting import Ready
 from sparse_indexer.ops.topk import topk
 from sparse_indexer.plan import PrefillPlan
 from sparse_indexer.protocol import (
@@ -48,31 +46,14 @@ class GemmCandidates(Candidates):
         return self._blocks
 
 
-class GemmIndexer:
+class GemmIndexer(KernelIndexer):
     """`CandidateIndexer` by a GEMM and the op `relu_head_sum`; see `Sm70Indexer`."""
 
     name = "sm70"
 
-    def __init__(
-        self,
-        device: torch.device | str,
-        *,
-        topk: int = 512,
-        topk_blocks: int = 2048,
-        memory_budget: int = 256 << 20,
-    ) -> None:
-        self.device = resolve_device(device)
-        if self.device.type != "cuda":
-            raise mismatch("device", "a CUDA device", str(self.device))
-        self.topk = expect_int("topk", topk, 0, 1 << 15)
-        self.topk_blocks = expect_int("topk_blocks", topk_blocks, 1, 1 << 15)
-        self.memory_budget = expect_int("memory_budget", memory_budget, 1)
-        build_kernels(self.own_kernels(), self.device, self.name)
-        self._lasting = LastingMemory(self.device)
-
     @classmethod
     def own_kernels(cls) -> list[Kernel]:
-        """What is built and loaded when it is made."""
+        """See `KernelIndexer.own_kernels`."""
         return [all_kernels()[name] for name in _KERNELS]
 
     @no_grad

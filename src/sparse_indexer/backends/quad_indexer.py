@@ -16,12 +16,11 @@ from typing import ClassVar, TypeGuard
 
 import torch
 
-from sparse_indexer.backends.kernels import build_kernels
-from sparse_indexer.devices import resolve_device
-from sparse_indexer.errors import expect_int, mismatch
+from sparse_indexer.backends.kernel_indexer import KernelIndexer
+from sparse_indexer.errors import mismatch
 from sparse_indexer.inputs import PrefillIndexerInputs
 from sparse_indexer.jit.kernel import Kernel, all_kernels
-from sparse_indexer.lasting import LastingMemory, Ready
+from sparse_indexer.lasting import Ready
 from sparse_indexer.plan import PrefillPlan
 from sparse_indexer.protocol import (
     Candidates,
@@ -58,32 +57,14 @@ class _QuadCandidates(Candidates):
         self.ready.wait((*self.tables, *self.quads[1:], *self.plan.tensors))
 
 
-class QuadIndexer:
+class QuadIndexer(KernelIndexer):
     """`CandidateIndexer` on a GPU, by the kernels of its subclass, which says what they are for."""
 
-    name: str
     kernels: ClassVar[QuadKernels]
-
-    def __init__(
-        self,
-        device: torch.device | str,
-        *,
-        topk: int = 512,
-        topk_blocks: int = 2048,
-        memory_budget: int = 256 << 20,
-    ) -> None:
-        self.device = resolve_device(device)
-        if self.device.type != "cuda":
-            raise mismatch("device", "a CUDA device", str(self.device))
-        self.topk = expect_int("topk", topk, 0, 1 << 15)
-        self.topk_blocks = expect_int("topk_blocks", topk_blocks, 1, 1 << 15)
-        self.memory_budget = expect_int("memory_budget", memory_budget, 1)
-        build_kernels(self.own_kernels(), self.device, self.name)
-        self._lasting = LastingMemory(self.device)
 
     @classmethod
     def own_kernels(cls) -> list[Kernel]:
-        """What is built and loaded when it is made."""
+        """See `KernelIndexer.own_kernels`."""
         return [all_kernels()[name] for name in (*_TABLES, *cls.kernels.names)]
 
     @no_grad
