@@ -34,6 +34,7 @@ struct FusedCandidateLogits {
   };
 
   struct Tiles {
+    static constexpr int kTogether = 2;
     const Params& p;
     int quad;
     int count;            // entries of the quad
@@ -75,7 +76,7 @@ struct FusedCandidateLogits {
       return min(first + static_cast<int>(its & ((1u << kIdBits) - 1)), p.num_blocks - 1);
     }
     __device__ __forceinline__ bool wants(int tile, int j) const {
-      return mine >> (tile % kUnitTiles * kTileBlocks + j) & 1;
+      return (mine >> (tile % kUnitTiles * kTileBlocks + j) & 3) != 0;
     }
     __device__ __forceinline__ void write(int tile, int, const float (&logits)[1]) const {
       const int lane = threadIdx.x % 32, at = tile % kUnitTiles * kTileBlocks + lane / 8;

@@ -16,10 +16,10 @@ template <StoredKeys Keys, int Heads, bool HalfScores, bool BlockKeys = false>
 struct FusedLogits {
   using Params = FusedLogitsParams;
   static constexpr int kRows = fused_scoring::rows_of_group(Heads);
-  // Of a lane: half a block, unless the row has a warp that does not write, and would wait for so
-  // much at once.
-  static constexpr int kPositions = BlockKeys && Heads == 32 ? 4 : 1;
-  using Scoring = FusedScoring<Keys, Heads, kRows, HalfScores, kPositions>;
+  // All warps of a row write; a lane half or a quarter of a block, so that a batch is four tiles.
+  static constexpr int kWriters = Heads / 32;
+  static constexpr int kPositions = BlockKeys ? 4 / kWriters : 1;
+  using Scoring = FusedScoring<Keys, Heads, kRows, HalfScores, kPositions, kWriters>;
   static constexpr int kThreads = Scoring::kThreads;
   static constexpr int kMinBlocks = MmaSync::kMinBlocks;
   static constexpr int kTileBlocks = Scoring::kTileBlocks;
@@ -42,6 +42,7 @@ struct FusedLogits {
   };
 
   struct Tiles {
+    static constexpr int kTogether = kTileBlocks;  // what a row sees begins with the first
     const Params& p;
     float* out;  // this warp's row
     int len;     // positions of it that are written

@@ -22,8 +22,9 @@ namespace sparse_indexer {
 
 enum class StoredKeys { kE4m3, kF16 };
 
-// Positions: neighbors that a lane writes, so that a warp writes as many tiles at a time.
-template <StoredKeys Keys, int Heads, int Rows, bool HalfScores, int Positions = 1>
+// Writers: warps of a row that write. Positions: neighbors that a lane of them writes. So many
+// tiles as both say together are written at a time.
+template <StoredKeys Keys, int Heads, int Rows, bool HalfScores, int Positions = 1, int Writers = 1>
 struct FusedScoring {
   static constexpr int kThreads = fused_scoring::kThreads;
   static constexpr int kWarps = kThreads / 32;
@@ -38,14 +39,15 @@ struct FusedScoring {
   static constexpr int kSplit = kWarpsOfRow / kHeadGroups;  // ways to share a row's blocks
   static constexpr int kOwnBlocks = kTileBlocks / kSplit;   // of a tile, a warp's
   static constexpr int kHalfShift = kWiden ? 0 : 8;
-  // Tiles whose sums are kept: those that are written while the next one is scored, and that one.
-  static constexpr int kSums = 2 * Positions;
+  static constexpr int kBatch = Writers * Positions;  // tiles that are written at a time
+  // Tiles whose sums are kept: a batch is written while the next one is scored.
+  static constexpr int kSums = 2 * kBatch;
   // Of weights, which are halved.
   static constexpr float kFactor = 2.0f * (kWiden ? 65536 : HalfScores ? 1 << kHalfShift : 1);
   static_assert(kTileBlocks == 4, "a lane is one of a tile's 32 positions");
   static_assert(kChunks * kThreads * 16 == kTileBlocks * packed_keys::value_bytes(kKeyBytes),
                 "every thread loads the same");
-  static_assert(kOwnBlocks % MmaSync::kBlocks == 0, "whole MMAs");
+  static_assert(kOwnBlocks == 2 || kOwnBlocks == 4, "one score, or two");
 
   struct Shared {
     alignas(16) uint8_t keys[2][kTileBlocks * kHalfBlockBytes];
@@ -67,7 +69,7 @@ struct FusedScoring {
   // This thread's warp.
   static __device__ __forceinline__ int row() { return threadIdx.x / 32 / kWarpsOfRow; }
   static __device__ __forceinline__ int place_in_row() { return threadIdx.x / 32 % kWarpsOfRow; }
-  static __device__ __forceinline__ bool writes() { return place_in_row() == 0; }
+  static __device__ __forceinline__ bool writes() { return place_in_row() < Writers; }
 
   using Loaded = uint4[kChunks];
 
@@ -116,16 +118,18 @@ struct FusedScoring {
   //   block(tile, j)             packed block j of the first tile, the one entered last, the next,
   //                              or one that is still to be written
   //
-  //   wants(tile, j)             whether this warp's row needs it; the same in all lanes
+  //   wants(tile, j)             whether this warp's row needs it, or one of the kTogether from it
+  //                              on; the same in all lanes
   //
-  //   write(tile, mine, logits)  called by a row's first warp: this lane has the positions of the
+  //   write(tile, mine, logits)  called by a row's first warps: this lane has the positions of the
   //                              tile, one that was entered, from `mine` on
   template <typename P, typename Tiles>
   static __device__ __forceinline__ void score(const P& p, Shared& s, int64_t slot, Tiles& tiles,
                                                int first, int stop) {
     const int lane = threadIdx.x % 32;
-    const int mine = lane * Positions % 32;  // position that this lane writes, of which tile
-    const int of_tiles = lane * Positions / 32;
+    // What this lane writes of a batch: from which position on, of which tile.
+    const int in_batch = (place_in_row() * 32 + lane) * Positions;
+    const int mine = in_batch % 32, of_tile = in_batch / 32;
     const int group = place_in_row() % kHeadGroups;
     const int own = place_in_row() / kHeadGroups * kOwnBlocks;
     MmaSync mma;
@@ -137,8 +141,10 @@ struct FusedScoring {
         },
         p.weights + slot * Heads + group * 32, kFactor);
 
-    // Where this lane's sums of the first tile go.
-    float* const sums = s.sums[0][row()][group] + own * 8 + MmaSync::position();
+    // Where this lane's sum of the first tile goes, if the lane has one of its own.
+    const bool second = lane & MmaSync::kLast;
+    float* const sums =
+        s.sums[0][row()][group] + (own + (second ? 2 : 0)) * 8 + MmaSync::position();
     constexpr int kTileSums = Rows * kHeadGroups * 32;
 
     Loaded loaded;
@@ -159,27 +165,32 @@ struct FusedScoring {
       const bool more = tile + 1 < stop;
       tiles.enter(tile);
       if (more) load_tile(tile + 1);
-      // The place of this tile among those that a warp writes at a time, and this lane's of them.
-      const int last = static_cast<int>(uint32_t(tile - first) % Positions);
-      const int written = tile - max(last - of_tiles, 0);
-      const bool writes_now = writes() && (last == Positions - 1 || !more);
+      const int last = static_cast<int>(uint32_t(tile - first) % kBatch);  // so far of its batch
+      const int written = tile - max(last - of_tile, 0);  // by this lane, if the batch is whole
+      const bool writes_now = writes() && (last == kBatch - 1 || !more);
       Floats<Positions> scales;
-      if (Positions == 1 || writes_now) {
+      if (kBatch == 1 || writes_now) {
         const uint8_t* block = p.keys + int64_t(tiles.block(written, mine / 8)) * kBlockBytes;
         scales = Floats<Positions>::read(
             reinterpret_cast<const float*>(block + packed_keys::value_bytes(kKeyBytes)) + mine % 8);
       }
       const uint32_t keys = static_cast<uint32_t>(__cvta_generic_to_shared(s.keys[buffer]));
+      float halves[kOwnBlocks / 2] = {};
+      constexpr int kTogether = Tiles::kTogether < kOwnBlocks ? Tiles::kTogether : kOwnBlocks;
 #pragma unroll
-      for (int j = 0; j < kOwnBlocks; j += MmaSync::kBlocks) {
-        bool wanted = tiles.wants(tile, own + j);
-        if (MmaSync::kBlocks == 2) wanted = wanted || tiles.wants(tile, own + j + 1);
-        if (!wanted) continue;
-        const float sum =
-            mma.template score<HalfScores, kHalfShift>(keys + (own + j) * kHalfBlockBytes);
-        if (MmaSync::is_first()) {
-          sums[uint32_t(tile - first) % kSums * kTileSums + j * 8] = sum;
+      for (int j = 0; j < kOwnBlocks; j += kTogether) {
+        if (!tiles.wants(tile, own + j)) continue;
+#pragma unroll
+        for (int i = j; i < j + kTogether; i += 2) {
+          halves[i / 2] =
+              mma.template score<HalfScores, kHalfShift>(keys + (own + i) * kHalfBlockBytes);
         }
+      }
+      const float sum = kOwnBlocks == 4
+                            ? keep_one(halves[0], halves[kOwnBlocks / 2 - 1], MmaSync::kLast)
+                            : sum_with_lane(halves[0], MmaSync::kLast);
+      if (kOwnBlocks == 4 || !second) {
+        sums[uint32_t(tile - first) % kSums * kTileSums] = sum;
       }
       if (more) store(s.keys[buffer ^ 1], loaded);
       __syncthreads();  // sums and the next tile are there, this tile and sums before it are read

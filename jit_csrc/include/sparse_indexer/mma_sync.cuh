@@ -1,11 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 // mma.sync of Turing (m16n8k8) and Volta (m8n8k4): products of halves, sums in fp32. Queries of 32
-// heads of one row stay in a warp's registers as the M operand, keys are the N operand; what comes
-// out is the sum over these heads of weight * relu(q . k).
+// heads of one row stay in a warp's registers; what comes out is the sum over these heads of
+// weight * relu(q . k), of two blocks of 8 positions at a time.
 //
 // Keys are blocks of 8 positions of 128 halves in shared memory: chunks of 8 dims of each position,
 // 16 bytes, chunk after chunk, within a chunk the 8 positions. PTX ISA 9.0, "Matrix Fragments for
 // mma.m16n8k8", "... mma.m8n8k4".
+//
+// Each of the two is a struct with
+//   kMinBlocks       CTAs of 256 threads an SM should have registers for
+//   load(pair, of_heads, factor)  queries: pair(head, dim) are two dims of one in halves;
+//                    `of_heads`: a weight for each of the 32 heads
+//   score(keys)      of the two blocks at this shared address, half of a lane's sum: lane ^ kLast
+//                    has the other half
+//   position()       of that sum, of the 16
 #pragma once
 
 #include "sparse_indexer/formats.cuh"
@@ -38,71 +46,71 @@ __device__ __forceinline__ float keep_one(float x, float y, int mask) {
   return __fadd_rn(second ? y : x, __shfl_xor_sync(~0u, second ? x : y, mask));
 }
 
-// Turing. g = lane / 4, t = lane % 4. Queries: heads g and g + 8, dims 2t and 2t + 1. Keys:
-// position g, the same dims. Sums: heads g and g + 8, positions 2t and 2t + 1.
+// Turing. g = lane / 4, t = lane % 4. Keys are the M operand: position g of either block, dims 2t
+// and 2t + 1. Queries: head g, the same dims. Sums: position g of either block, heads 2t and 2t
+// + 1.
 struct M16n8k8 {
-  // CTAs of 256 threads an SM should have registers for.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
   static constexpr int kMinBlocks = 1;  // there some would be spilled
 #else
   static constexpr int kMinBlocks = 2;
 #endif
-  static constexpr int kBlocks = 1;  // scored at a time
-  uint32_t queries[2][16][2];        // heads by 16, dims by 8
-  float weights[2][2];
+  static constexpr int kLast = 2;
+  uint32_t queries[4][16];  // heads by 8, dims by 8
+  float weights[4][2];
 
-  // pair(head, dim): two dims of a query in halves. `of_heads`: a weight for each of the 32 heads.
   template <typename Pair>
   __device__ __forceinline__ void load(Pair pair, const float* of_heads, float factor) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
-    for (int m = 0; m < 2; ++m) {
+    for (int n = 0; n < 4; ++n) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int head = m * 16 + r * 8 + g;
+      for (int k = 0; k < 16; ++k) queries[n][k] = pair(n * 8 + g, k * 8 + t * 2);
 #pragma unroll
-        for (int k = 0; k < 16; ++k) queries[m][k][r] = pair(head, k * 8 + t * 2);
-        weights[m][r] = of_heads[head] * factor;
-      }
+      for (int c = 0; c < 2; ++c) weights[n][c] = of_heads[n * 8 + t * 2 + c] * factor;
     }
   }
 
-  // Position of the lane's sum; lanes 8 and on have what the first eight have.
   static __device__ __forceinline__ int position() {
-    return threadIdx.x % 4 * 2 + threadIdx.x / 4 % 2;
+    return threadIdx.x % 2 * 8 + threadIdx.x % 32 / 4;
   }
-  static __device__ __forceinline__ bool is_first() { return threadIdx.x % 32 < 8; }
 
-  // `keys` is the shared address of a block.
   template <bool HalfScores, int Shift>
   __device__ __forceinline__ float score(uint32_t keys) const {
-    float d[2][4] = {};
+    const int lane = threadIdx.x % 32;
+    keys += lane / 8 % 2 * kHalfBlockBytes + lane / 16 * kHalfChunkBytes + lane % 8 * 16;
+    float d[4][4] = {};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      uint32_t b[4];
-      load_chunks(b, keys + i * 4 * kHalfChunkBytes);
+    for (int i = 0; i < 8; ++i) {
+      uint32_t a[2][2];  // chunks, blocks
+      load_chunks(a, keys + i * 2 * kHalfChunkBytes);
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
+      for (int k = 0; k < 2; ++k) {
 #pragma unroll
-        for (int m = 0; m < 2; ++m) multiply(d[m], queries[m][i * 4 + k], b[k]);
+        for (int n = 0; n < 4; ++n) multiply(d[n], a[k], queries[n][i * 2 + k]);
       }
     }
     float sums[2];
 #pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      sums[c] = __fmul_rn(relu_of_score<HalfScores, Shift>(d[0][c]), weights[0][0]);
-      sums[c] = __fmaf_rn(relu_of_score<HalfScores, Shift>(d[0][2 + c]), weights[0][1], sums[c]);
-      sums[c] = __fmaf_rn(relu_of_score<HalfScores, Shift>(d[1][c]), weights[1][0], sums[c]);
-      sums[c] = __fmaf_rn(relu_of_score<HalfScores, Shift>(d[1][2 + c]), weights[1][1], sums[c]);
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const float score = relu_of_score<HalfScores, Shift>(d[n][r * 2 + c]);
+          sums[r] = n + c == 0 ? __fmul_rn(score, weights[n][c])
+                               : __fmaf_rn(score, weights[n][c], sums[r]);
+        }
+      }
     }
-    return sum_with_lane(sum_with_lane(keep_one(sums[0], sums[1], 4), 8), 16);
+    return keep_one(sums[0], sums[1], 1);
   }
 
-  // Four chunks, each as the N operand of an MMA.
-  static __device__ __forceinline__ void load_chunks(uint32_t (&b)[4], uint32_t keys) {
+  // Two chunks of both blocks, each as the M operand of an MMA.
+  static __device__ __forceinline__ void load_chunks(uint32_t (&a)[2][2], uint32_t keys) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
-                 : "r"(keys + threadIdx.x % 32 * 16)
+                 : "=r"(a[0][0]), "=r"(a[0][1]), "=r"(a[1][0]), "=r"(a[1][1])
+                 : "r"(keys)
                  : "memory");
   }
   static __device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[2],
@@ -121,11 +129,10 @@ struct M16n8k8 {
 // j % 2.
 struct M8n8k4 {
   static constexpr int kMinBlocks = 1;
-  static constexpr int kBlocks = 2;
+  static constexpr int kLast = 16;
   uint32_t queries[2][32][2];  // heads by 16, dims by 4
   float weights[2][2];
 
-  // As M16n8k8::load.
   template <typename Pair>
   __device__ __forceinline__ void load(Pair pair, const float* of_heads, float factor) {
     const int lane = threadIdx.x % 32, upper = lane / 16 * 4, of_quad_pair = lane / 4 % 2 * 8;
@@ -144,11 +151,8 @@ struct M8n8k4 {
     }
   }
 
-  // Position of the lane's sum in both blocks; lanes 16 and on have what the first 16 have.
   static __device__ __forceinline__ int position() { return threadIdx.x % 16; }
-  static __device__ __forceinline__ bool is_first() { return threadIdx.x % 32 < 16; }
 
-  // `keys` is the shared address of two blocks.
   template <bool HalfScores, int Shift>
   __device__ __forceinline__ float score(uint32_t keys) const {
     const int lane = threadIdx.x % 32;
@@ -179,7 +183,7 @@ struct M8n8k4 {
     }
     const float low = keep_one(sums[0][0], sums[0][1], 1);
     const float high = keep_one(sums[1][0], sums[1][1], 1);
-    return sum_with_lane(keep_one(low, high, 4), 16);
+    return keep_one(low, high, 4);
   }
 
   // 8 dims: the N operands of two MMAs.
