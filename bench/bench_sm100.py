@@ -31,7 +31,8 @@ DEVICE = torch.device("cuda:0")
 CONTEXT, TOPK, BLOCKS = 262_144, 512, 2048
 ROWS = (128, 2048, 8192)
 GRADIENTS_ON = "select, gradients on"
-CALLS, BURST = 100, 4  # timed calls of each; as many without a synchronization
+CALLS = 256  # timed of each
+IN_A_ROW = 64, 4  # before a synchronization: calls that score once; and at least
 CHUNK, CONSUMERS = 16_384, 4  # rows of a chunk, consumer layers: of the memory table
 MiB = 1 << 20
 
@@ -121,18 +122,18 @@ def layers(rows: int, heads: int) -> Layers:
     return Layers(source, with_queries(source, *second))
 
 
-def host_us(call: Callable[[], object]) -> float:
-    """Median microseconds that a call keeps the host busy; the queue is never long."""
+def host_us(call: Callable[[], object], in_a_row: int) -> float:
+    """Median microseconds that a call keeps the host busy; the queue is never full."""
     taken = []
-    for i in range(CALLS + BURST):
-        if i % BURST == 0:
+    for i in range(CALLS + in_a_row):
+        if i % in_a_row == 0:
             torch.cuda.synchronize()
         start = time.perf_counter()
         result = call()
         taken.append((time.perf_counter() - start) * 1e6)
         del result
     torch.cuda.synchronize()
-    return statistics.median(taken[BURST:])
+    return statistics.median(taken[in_a_row:])
 
 
 def host_rows() -> list[dict[str, Any]]:
@@ -178,7 +179,8 @@ def of_rows(rows: int, heads: int) -> dict[str, tuple[int, float]]:
         stub.calls = 0
         with torch.inference_mode(case != GRADIENTS_ON):
             call()
-            measured[case] = (max(stub.calls, 1), host_us(call))
+            times = max(stub.calls, 1)
+            measured[case] = times, host_us(call, max(IN_A_ROW[0] // times, IN_A_ROW[1]))
     return measured
 
 

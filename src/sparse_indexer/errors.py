@@ -79,7 +79,7 @@ def expect_tensor(
         sizes = ", ".join("..." if s is ... else str(s) for s in shape)
         where = f" on {device}" if device is not None else ""
         raise mismatch(argument, f"[{sizes}] {names}{where}", tensor)
-    if tensor.ndim and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    if tensor.ndim and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         raise mismatch(argument, "a contiguous last dimension", f"strides {list(tensor.stride())}")
     return tensor
 
