@@ -50,7 +50,7 @@ struct CandidateTopk {
                     kThreads * kAtLaunch,
                 "else setmaxnreg waits forever");
 
-  // What the selectors do.
+  // What a group of selectors does.
   struct Turn {
     Part left;   // of the part
     int shared;  // the quad whose earlier units other CTAs score, if it was met; -1
@@ -61,7 +61,7 @@ struct CandidateTopk {
 
   struct Shared {
     typename Scoring::Shared scoring;
-    Turn turn;
+    Turn turns[kGroups];
     uint64_t written[kAlone], free[kAlone];  // of slots
     int number;                              // of the CTA's part
     int64_t end;                             // the part's last unit, plus one
@@ -74,7 +74,7 @@ struct CandidateTopk {
     Shared& s = *reinterpret_cast<Shared*>(raw);
     if (threadIdx.x == 0) {
       for (int i = 0; i < kAlone; ++i) {
-        barrier_init(&s.written[i], kConsumerWarps), barrier_init(&s.free[i], 1);
+        barrier_init(&s.written[i], kConsumerWarps), barrier_init(&s.free[i], kGroups);
       }
       Scoring::init_barriers(s.scoring);
       s.number = atomicAdd(&p.counters[0], 1);
@@ -142,8 +142,10 @@ struct CandidateTopk {
     }
   };
 
+  using Group = PartOfCta<kSelectors, kFirstSelector, kGroups, 1>;
+
   // A row of a slot, selected by a group of selectors.
-  struct RowOfSlot : PartOfCta<kSelectors, kFirstSelector, kGroups, 1> {
+  struct RowOfSlot : Group {
     using By = PastL1;  // what the consumers, perhaps of other CTAs, wrote
     static constexpr int kBinBits = candidate_topk_config::kBinBits;
     const float* at;
@@ -165,26 +167,25 @@ struct CandidateTopk {
   };
 
   // The part's quads whose last unit is in it, in the order in which they are complete: those that
-  // the CTA scores alone, then the one that it shares. One thread looks for the next and waits for
-  // it; what it remembers is in shared memory, since the selection takes all registers.
+  // the CTA scores alone, then the one that it shares; each group selects its rows of them. One
+  // thread of it looks for the next and waits for it; what it remembers is in shared memory, since
+  // the selection takes all registers.
   static __device__ __forceinline__ void select(const Params& p, Shared& s) {
-    Turn& turn = s.turn;
-    if (threadIdx.x == kFirstSelector) turn = {s.scoring.part, -1, 0, -1, kAlone};
+    Turn& turn = s.turns[Group().group()];
+    if (Group().thread() == 0) turn = {s.scoring.part, -1, 0, -1, kAlone};
     while (true) {
-      if (threadIdx.x == kFirstSelector) next(p, s, turn);
-      RowOfSlot::sync_groups();  // the turn is known, and all its logits are written
+      if (Group().thread() == 0) next(p, s, turn);
+      Group().sync();  // the turn is known, and all its logits are written
       if (turn.quad < 0) return;
 #pragma unroll 1
-      for (int r = static_cast<int>(threadIdx.x - kFirstSelector) / kSelectors; r < Scoring::kRows;
-           r += kGroups) {
+      for (int r = Group().group(); r < Scoring::kRows; r += kGroups) {
         const float* at = slot_of(p, s.number, turn.slot) + r * p.logits.out_stride;
         const auto row = static_cast<unsigned>(turn.quad * Scoring::kRows + r);
         const RowOfSlot task(at, row);
         RowTopk<float, RowOfSlot>::run(p.topk, task);
-        task.sync();  // the row's shared memory has been read
+        task.sync();  // the row's logits and shared memory have been read, and the turn
       }
-      RowOfSlot::sync_groups();  // all rows' logits, and the turn, have been read
-      if (threadIdx.x == kFirstSelector && turn.slot < kAlone) barrier_arrive(&s.free[turn.slot]);
+      if (Group().thread() == 0 && turn.slot < kAlone) barrier_arrive(&s.free[turn.slot]);
     }
   }
 
@@ -209,8 +210,9 @@ struct CandidateTopk {
       turn.shared = -1, turn.slot = kAlone;
       int* counter = &p.counters[1 + s.number];
       const int all = kConsumerWarps * UnitsOf{p.logits}(quad);
-      while (load_acquire(counter) != all) __nanosleep(200);
-      *counter = 0;  // for the next launch
+      while (load_acquire(counter) < all) __nanosleep(200);
+      // The last group leaves a zero for the next launch.
+      if (atomicAdd(counter, 1) == all + kGroups - 1) *counter = 0;
     }
     turn.quad = quad;
   }

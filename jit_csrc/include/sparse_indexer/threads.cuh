@@ -23,7 +23,7 @@ struct PartOfCta {
   static constexpr int kThreads = Threads;
   static constexpr int kGroups = Groups;
   static_assert(Threads % 32 == 0 && First % 32 == 0, "whole warps");
-  static_assert(Barrier > 0 && Barrier + Groups < 16, "0 is the CTA's");
+  static_assert(Groups <= 2 && Barrier > 0 && Barrier + Groups <= 16, "0 is the CTA's");
   unsigned all = threadIdx.x - First;
 
   __device__ __forceinline__ PartOfCta() { asm volatile("" : "+r"(all)); }
@@ -31,17 +31,18 @@ struct PartOfCta {
   __device__ __forceinline__ int group() const {
     return Groups == 1 ? 0 : static_cast<int>(all / Threads);
   }
-  __device__ __forceinline__ void sync() const { sync_threads<Threads>(Barrier + group()); }
-
-  // Of all groups.
-  static __device__ __forceinline__ void sync_groups() {
-    sync_threads<Threads * Groups>(Barrier + Groups);
+  __device__ __forceinline__ void sync() const {
+    if (group() == 0) {
+      sync_threads<Barrier>();
+    } else {
+      sync_threads<Barrier + Groups - 1>();
+    }
   }
 
  private:
-  template <int Count>
-  static __device__ __forceinline__ void sync_threads(int barrier) {
-    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(Count) : "memory");
+  template <int Number>
+  static __device__ __forceinline__ void sync_threads() {
+    asm volatile("bar.sync %0, %1;" ::"n"(Number), "n"(Threads) : "memory");
   }
 };
 
