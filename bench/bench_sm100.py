@@ -138,6 +138,9 @@ def host_us(call: Callable[[], object], in_a_row: int) -> float:
 
 def host_rows() -> list[dict[str, Any]]:
     of_rows(ROWS[0], 32)  # for the machine to warm up
+    x = torch.empty(ROWS[0], 32, device=DEVICE)
+    y = torch.empty_like(x)
+    print(f"torch.mul(x, 2, out=y): {host_us(lambda: torch.mul(x, 2, out=y), IN_A_ROW[0]):.1f} us")
     print("host time: case | rows | heads | calls | us | us a call | us of a further call")
     return [row for heads in (32, 64) for row in of_heads(heads)]
 

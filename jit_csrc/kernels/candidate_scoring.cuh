@@ -78,10 +78,12 @@ struct CandidateScoring {
   // By one thread, before a barrier of the CTA.
   static __device__ void init_barriers(Shared& s) {
     for (int i = 0; i < kStages; ++i) {
-      barrier_init(&s.full[i], 1), barrier_init(&s.empty[i], 4 * kWarpgroups);
+      barrier_init(&s.full[i], kWarpArrivals);
+      barrier_init(&s.empty[i], 4 * kWarpgroups * kWarpArrivals);
     }
     for (int i = 0; i < kBuffers; ++i) {
-      barrier_init(&s.queries_full[i], 1), barrier_init(&s.queries_empty[i], 4 * kWarpgroups);
+      barrier_init(&s.queries_full[i], 1);
+      barrier_init(&s.queries_empty[i], 4 * kWarpgroups * kWarpArrivals);
     }
     barrier_init_fence();
   }
@@ -169,6 +171,7 @@ struct CandidateScoring {
         __syncwarp();  // the places are written before the barrier says so
         const bool elected = elect_one();
         if (elected) barrier_expect(&s.full[at], kStageBlocks * kCopyBytes);
+        if (kWarpArrivals > 1 && !elected) barrier_arrive(&s.full[at]);
         // Past the list's end the request's first block is copied, unused: no branch. Addresses are
         // computed outside the branch, unrolled, and so in uniform registers.
         uint8_t* to = s.keys[at];
@@ -232,8 +235,7 @@ struct CandidateScoring {
                                      out + row * row_bytes, row, pair == 0 ? here : then);
         }
       }
-      __syncwarp();
-      if (lane == 0) barrier_arrive(&s.queries_empty[buffer]);
+      warp_arrive(&s.queries_empty[buffer], lane);
       sink.end();
     });
   }
@@ -287,8 +289,7 @@ struct CandidateScoring {
       const int at[2] = {load_shared(places + tile * 8 * kRows * 4),
                          load_shared(places + (tile * 8 + 1) * kRows * 4)};
       if (tile == kTiles - 1) {
-        __syncwarp();  // all lanes have read the scales and places
-        if (place.lane == 0) barrier_arrive(&s.empty[n % kStages]);
+        warp_arrive(&s.empty[n % kStages], place.lane);  // scales and places have been read
         ++n;
       }
       if constexpr (S::kRows == kRows) {

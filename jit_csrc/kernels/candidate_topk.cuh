@@ -74,7 +74,8 @@ struct CandidateTopk {
     Shared& s = *reinterpret_cast<Shared*>(raw);
     if (threadIdx.x == 0) {
       for (int i = 0; i < kAlone; ++i) {
-        barrier_init(&s.written[i], kConsumerWarps), barrier_init(&s.free[i], kGroups);
+        barrier_init(&s.written[i], kConsumerWarps * kWarpArrivals);
+        barrier_init(&s.free[i], kGroups);
       }
       Scoring::init_barriers(s.scoring);
       s.number = atomicAdd(&p.counters[0], 1);
@@ -131,13 +132,12 @@ struct CandidateTopk {
     }
 
     __device__ __forceinline__ void end() const {
-      __syncwarp();  // the warp's logits are written
-      if (threadIdx.x % 32 != 0) return;
+      const int lane = threadIdx.x % 32;
       if (written != nullptr) {
-        barrier_arrive(written);
+        warp_arrive(written, lane);
       } else {
-        __threadfence();
-        atomicAdd(&p.counters[1 + owner], units);
+        __syncwarp();  // the warp's logits are written
+        if (lane == 0) __threadfence(), atomicAdd(&p.counters[1 + owner], units);
       }
     }
   };

@@ -68,10 +68,11 @@ struct DenseBlockKeys {
     Shared& s = *reinterpret_cast<Shared*>(raw);
     if (threadIdx.x == 0) {
       for (int i = 0; i < kStages; ++i) {
-        barrier_init(&s.full[i], 1), barrier_init(&s.empty[i], 4 * kWarpgroups);
+        barrier_init(&s.full[i], 1);
+        barrier_init(&s.empty[i], 4 * kWarpgroups * kWarpArrivals);
       }
       barrier_init(&s.queries_full, 1);
-      barrier_init(&s.queries_empty, 4 * kWarpgroups);
+      barrier_init(&s.queries_empty, 4 * kWarpgroups * kWarpArrivals);
       barrier_init_fence();
     }
     find_part<kThreads>(p.groups, UnitsOf{p}, s.part);
@@ -160,8 +161,7 @@ struct DenseBlockKeys {
             v[0][1] = Sum::finish(chains, 1) * high_scale;
           }
           wgmma_use(upper);
-          __syncwarp();  // all lanes have read the scales
-          if (lane == 0) barrier_arrive(empty);
+          warp_arrive(empty, lane);  // the scales have been read
           sums[kQuads - 1].template add<kQuads == 2 ? 0 : Sum::kTiles / 2>(upper, chains);
           if (more) score(p, upper, keys, upper_queries);
           v[kQuads - 1][0] = Sum::finish(chains, 0) * low_scale;
@@ -171,8 +171,7 @@ struct DenseBlockKeys {
         }
         out += kUnitBlocks;
       }
-      __syncwarp();
-      if (lane == 0) barrier_arrive(&s.queries_empty);
+      warp_arrive(&s.queries_empty, lane);
     });
   }
 

@@ -111,6 +111,18 @@ __device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
                : "memory");
 }
+// How often a warp arrives. What one lane's arrival says of its warp, racecheck does not know: for
+// it each lane arrives.
+#ifdef SPARSE_INDEXER_RACECHECK
+constexpr int kWarpArrivals = 32;
+#else
+constexpr int kWarpArrivals = 1;
+#endif
+// By all lanes of a warp: what each has done is done before.
+__device__ __forceinline__ void warp_arrive(uint64_t* barrier, int lane) {
+  __syncwarp();
+  if (kWarpArrivals > 1 || lane == 0) barrier_arrive(barrier);
+}
 // Arrives, and expects so many bytes of bulk copies in this phase.
 __device__ __forceinline__ void barrier_expect(uint64_t* barrier, int bytes) {
   asm volatile(
