@@ -122,26 +122,31 @@ def layers(rows: int, heads: int) -> Layers:
     return Layers(source, with_queries(source, *second))
 
 
-def host_us(call: Callable[[], object], in_a_row: int) -> float:
-    """Median microseconds that a call keeps the host busy; the queue is never full."""
-    taken = []
+def host_us(call: Callable[[], object], in_a_row: int) -> tuple[float, float]:
+    """Median microseconds that a call keeps the host busy, and `torch.mul` between the calls.
+
+    The queue is never full. What a host takes for either changes by half from minute to minute.
+    """
+    taken: tuple[list[float], list[float]] = [], []
+    x = torch.empty(128, 32, device=DEVICE)
+    y = torch.empty_like(x)
     for i in range(CALLS + in_a_row):
         if i % in_a_row == 0:
             torch.cuda.synchronize()
-        start = time.perf_counter()
-        result = call()
-        taken.append((time.perf_counter() - start) * 1e6)
-        del result
+        for times, timed in zip(taken, (call, lambda: torch.mul(x, 2, out=y)), strict=True):
+            start = time.perf_counter()
+            result = timed()
+            times.append((time.perf_counter() - start) * 1e6)
+            del result
     torch.cuda.synchronize()
-    return statistics.median(taken[in_a_row:])
+    own, mul = (statistics.median(times[in_a_row:]) for times in taken)
+    return own, mul
 
 
 def host_rows() -> list[dict[str, Any]]:
     of_rows(ROWS[0], 32)  # for the machine to warm up
-    x = torch.empty(ROWS[0], 32, device=DEVICE)
-    y = torch.empty_like(x)
-    print(f"torch.mul(x, 2, out=y): {host_us(lambda: torch.mul(x, 2, out=y), IN_A_ROW[0]):.1f} us")
-    print("host time: case | rows | heads | calls | us | us a call | us of a further call")
+    columns = "case | rows | heads | calls | us | us a call | us of a further call | torch.mul us"
+    print("host time:", columns)
     return [row for heads in (32, 64) for row in of_heads(heads)]
 
 
@@ -150,18 +155,23 @@ def of_heads(heads: int) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     fewest: dict[str, tuple[int, float]] = {}
     for rows in ROWS:
-        for case, (calls, us) in of_rows(rows, heads).items():
+        for case, (calls, us, mul) in of_rows(rows, heads).items():
             few, less = fewest.setdefault(case, (calls, us))
             further = (us - less) / (calls - few) if calls > few else None
-            values = {"us": us, "us_a_call": us / calls, "us_of_a_further_call": further}
+            values = {
+                "us": us,
+                "us_a_call": us / calls,
+                "us_of_a_further_call": further,
+                "mul": mul,
+            }
             found.append({"case": case, "rows": rows, "heads": heads, "calls": calls} | values)
             shown = (f"{x:.1f}" if x is not None else "" for x in values.values())
             print(case, rows, heads, calls, *shown, sep=" | ", flush=True)
     return found
 
 
-def of_rows(rows: int, heads: int) -> dict[str, tuple[int, float]]:
-    """(calls of DeepGEMM's that score, microseconds of ours) of each method."""
+def of_rows(rows: int, heads: int) -> dict[str, tuple[int, float, float]]:
+    """(calls of DeepGEMM's that score, microseconds of ours, of torch.mul) of each method."""
     source, consumer = layers(rows, heads)
     stub = Stub(kept())
     indexer = Sm100Indexer(DEVICE, topk=TOPK, topk_blocks=BLOCKS, deep_gemm=stub)
@@ -183,7 +193,7 @@ def of_rows(rows: int, heads: int) -> dict[str, tuple[int, float]]:
         with torch.inference_mode(case != GRADIENTS_ON):
             call()
             times = max(stub.calls, 1)
-            measured[case] = times, host_us(call, max(IN_A_ROW[0] // times, IN_A_ROW[1]))
+            measured[case] = times, *host_us(call, max(IN_A_ROW[0] // times, IN_A_ROW[1]))
     return measured
 
 
