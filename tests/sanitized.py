@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from sm90_support import layers, run, sm90
 
-from sparse_indexer import quad_scoring
+from sparse_indexer import quad_scopes
 from sparse_indexer.jit import Kernel
 
 DEVICE = torch.device("cuda:0")
@@ -101,7 +101,7 @@ def candidate_logits() -> None:
 def candidate_topk() -> None:
     import test_candidate_topk as tests
 
-    quad_scoring._ONE_KERNEL_QUADS = 0
+    quad_scopes._ONE_KERNEL_QUADS = 0
     for form, heads in (("fp8", 32), ("fp4", 64)):
         run(sm90(topk=32, topk_blocks=50), *layers(LENS, form, heads=heads))
         case = tests.make_case([tests.falling(50, 9000), [], [0, 0, 5]], n=500, heads=heads)

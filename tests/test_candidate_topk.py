@@ -16,7 +16,7 @@ from candidate_topk_support import (
 )
 from sm90_support import DEVICE, layers, needs_hopper, run, same, sm90, spying
 
-from sparse_indexer import quad_scoring
+from sparse_indexer import quad_scopes, quad_scoring
 from sparse_indexer.formats import KeyFormat
 from sparse_indexer.testing import with_queries
 
@@ -195,7 +195,7 @@ def test_the_backend_selects_the_same_either_way(
     options = {"topk": 64, "topk_blocks": 100}
     want = run(sm90(**options), source, consumer)
     assert not called
-    monkeypatch.setattr(quad_scoring, "_ONE_KERNEL_QUADS", 0)
+    monkeypatch.setattr(quad_scopes, "_ONE_KERNEL_QUADS", 0)
     with spying() as calls:
         assert same(run(sm90(**options), source, consumer), want)
     # Halves take two kernels; so does what is scored densely first.
@@ -204,12 +204,12 @@ def test_the_backend_selects_the_same_either_way(
     assert len(calls) == (4 if one else 5)
     called.clear()
     assert same(run(sm90(**options, memory_budget=8 * MiB), source, consumer), want)
-    monkeypatch.setattr(quad_scoring, "_ONE_KERNEL_QUADS", 1 << 20)
+    monkeypatch.setattr(quad_scopes, "_ONE_KERNEL_QUADS", 1 << 20)
     assert same(run(sm90(**options), source, consumer), want)
 
 
 def test_a_large_consumer_takes_one_kernel_a_tile(called: list[int]) -> None:
-    rows = 4 * CTAS * quad_scoring._ONE_KERNEL_QUADS + 100
+    rows = 4 * CTAS * quad_scopes._ONE_KERNEL_QUADS + 100
     source, consumer = layers([falling(rows, 40_000, 1)], heads=64)
     indexer = sm90(topk=64, topk_blocks=200)
     candidates = indexer.publish_prefill(source)

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How quads are scored within a budget: whose keys are packed at a time, and tiles of quads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from sparse_indexer.formats import HEAD_DIM
+from sparse_indexer.index_k import BLOCK_SIZE
+from sparse_indexer.inputs import PrefillIndexerInputs
+from sparse_indexer.ops.candidate_topk import SLOTS
+from sparse_indexer.ops.index_k import index_k
+from sparse_indexer.quads import GROUP_QUADS, Quads, tables_bytes
+from sparse_indexer.scratch import Scratch
+from sparse_indexer.tiling import even_tiles, request_groups
+
+UNIT_BLOCKS = 64  # what dense_block_keys scores at least
+# Quads an SM, at least, that are scored and selected by one kernel: the last ones' selection has
+# nothing beside it.
+_ONE_KERNEL_QUADS = 8
+
+
+class Scope(NamedTuple):
+    """Requests whose keys are packed at the same time, and tiles of their quads."""
+
+    keys: torch.Tensor  # [packed blocks, ...]
+    first: torch.Tensor  # [quads] int32: a quad's first block in `keys`; of all the plan's quads
+    max_blocks: int  # of one request
+    tiles: list[slice]  # of quads
+    scratch: Scratch  # for one tile at a time
+    slots: torch.Tensor | None  # of candidate_topk, with its counters; None: it is not called
+    counters: torch.Tensor | None
+
+
+def quad_scopes(
+    inputs: PrefillIndexerInputs,
+    quads: Quads,
+    n: int,
+    element: torch.dtype,
+    heads: int,
+    *,
+    own_tables: bool,
+    dense: bool,
+    select: bool,
+    one_kernel: bool,
+    budget: int,
+) -> Iterator[Scope]:
+    """As many requests at a time as half the budget holds the keys of, but at least one.
+
+    Args:
+        one_kernel: candidates may be scored and selected by one, where that pays and fits.
+    """
+    plan = inputs.plan
+    where = plan.page_table if plan.page_table is not None else plan.key_starts
+    assert where is not None
+    # Of a packed block: values of 8 positions, then 128 bytes that hold their scales.
+    elements = BLOCK_SIZE * HEAD_DIM + 128 // element.itemsize
+    block_bytes = elements * element.itemsize
+
+    query_bytes = 4 * heads * (HEAD_DIM * element.itemsize + 4)
+
+    def quad_bytes(longest: int) -> int:
+        width = -(-longest // UNIT_BLOCKS) * UNIT_BLOCKS if dense else 0
+        columns = min(n, longest) * BLOCK_SIZE if select else 0
+        tables = tables_bytes(n, longest) if own_tables else 0
+        return query_bytes + 16 * max(width, columns) + tables
+
+    def least(blocks: int, longest: int) -> int:
+        packed = (blocks + UNIT_BLOCKS) * block_bytes
+        return packed + Scratch.SLACK + GROUP_QUADS * quad_bytes(longest)
+
+    groups = request_groups(
+        plan.rows_per_request,
+        [request.blocks for request in quads.requests],
+        unit_bytes=block_bytes,
+        least=least,
+        budget=budget,
+    )
+    planned = []
+    for group in groups:
+        base, last = quads.requests[group.begin], quads.requests[group.stop - 1]
+        stop = last.first_quad + last.quads
+        packed = (group.size + UNIT_BLOCKS) * block_bytes + Scratch.SLACK
+        shape, of_quad = None, quad_bytes(group.longest)
+        if one_kernel:
+            ctas = _sm_count(plan.device)
+            shape = (ctas, SLOTS, 4, min(n, group.longest) * BLOCK_SIZE)
+            kept = 4 * (math.prod(shape) + ctas + 1)
+            tiles = _tiles(base.first_quad, stop, (budget - packed - kept) // query_bytes)
+            if tiles and tiles[0].stop - tiles[0].start >= _ONE_KERNEL_QUADS * ctas:
+                packed, of_quad = packed + kept, query_bytes
+            else:
+                shape = None
+        if shape is None:
+            tiles = _tiles(base.first_quad, stop, (budget - packed) // of_quad)
+        tile = tiles[0].stop - tiles[0].start
+        planned.append((group, tiles, shape, packed + tile * of_quad))
+    if not planned:
+        return
+    # One for all groups: two of them would be two budgets while the second is made.
+    scratch = Scratch(max(nbytes for *_, nbytes in planned), budget, plan.device)
+    for (begin, end, blocks, longest), tiles, shape, _ in planned:
+        base = quads.requests[begin]
+        keys = scratch.clear().take((blocks + UNIT_BLOCKS, elements), element)
+        slots = counters = None
+        if shape is not None:
+            slots = scratch.take(shape, torch.float32)
+            counters = scratch.take((shape[0] + 1,), torch.int32).zero_()
+        scratch.keep()
+        request_first, request_lens, first = quads.request_first, quads.request_lens, quads.first
+        if end - begin < len(quads.requests):
+            where_from, request_lens = where[begin:end], request_lens[begin:end]
+            request_first = request_first[begin:end] - base.first_block
+            first = first - base.first_block
+        else:
+            where_from = where
+        index_k(
+            inputs.index_k,
+            where_from,
+            lens=request_lens,
+            max_len=longest * BLOCK_SIZE,
+            out_starts=request_first,
+            out_values=keys,
+            out_scales=None,
+        )
+        yield Scope(keys, first, longest, tiles, scratch, slots, counters)
+
+
+def _tiles(first: int, stop: int, most: int) -> list[slice]:
+    """Quads from `first` to `stop - 1`, at most so many at a time; none if that is too few."""
+    most //= GROUP_QUADS
+    return even_tiles(first, stop, unit=GROUP_QUADS, most=most) if most > 0 else []
+
+
+def _sm_count(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
