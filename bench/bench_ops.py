@@ -149,8 +149,8 @@ def candidate_table_cases() -> Iterator[Case]:
 
 
 def relu_head_sum_cases() -> Iterator[Case]:
-    rows, width, tiles = 508, 1024, 64
-    for heads in (64, 32):
+    width = 1024
+    for rows, heads, tiles in ((508, 64, 64), (508, 32, 64), (2032, 64, 16)):
         shape = (tiles, rows * heads, width)
         scores = torch.empty(shape, dtype=torch.float16, device=CUDA).normal_()
         weights = torch.randn(rows, heads, device=CUDA)
