@@ -39,7 +39,7 @@ TARGETS = {
     (12, 1): "sm_121a",
 }
 # Bytes at most: of the warpgroup that selects, which has few registers.
-SPILLS = {"candidate_topk_32": 640, "candidate_topk_64": 384}
+SPILLS = {"candidate_topk_32": 560, "candidate_topk_64": 128}
 VOLTA = pytest.param(
     (7, 0),
     marks=pytest.mark.skipif(
