@@ -130,6 +130,10 @@ def test_demo_runs_a_file_of_ones_own(user_file: Path) -> None:
             r"sm70: (is not in this release|needs an NVIDIA GPU, .* cpu): use --backend mask",
         ),
         (
+            ["--device", "cpu", "--backend", "sm100"],
+            r"sm100: needs an NVIDIA GPU, .* cpu: use --backend mask, or Sm100Indexer with .*",
+        ),
+        (
             ["--plot", "none/x.png"],
             r"--plot: expected a file in a folder that exists, got none/x.png",
         ),
@@ -311,7 +315,9 @@ def test_doctor_where_a_compiler_is_missing(
     """For devices or hosts; and what it says to install knows this GPU."""
     Gpu(monkeypatch, (7, 0))
     text = invoke("doctor", COLUMNS=None, CXX="/nonexistent/g++")
-    assert verdicts(text)["sm70"].startswith("not usable: no C++ compiler: apt-get install g++")
+    want = "not usable: no C++ compiler: CXX names what is not there: unset it"
+    assert verdicts(text)["sm70"].startswith(want)
+    monkeypatch.setattr("sparse_indexer.jit.hints.cupy_wheels", list)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     text = invoke("doctor", COLUMNS=None, SPARSE_INDEXER_COMPILER="nvrtc")
     want = "not usable: no nvrtc, which SPARSE_INDEXER_COMPILER names: pip install "
@@ -450,6 +456,10 @@ def test_compile_and_cache(tmp_path: Path) -> None:
     assert list(tmp_path.rglob("kernel.cubin"))
     invoke("cache", "--clear", SPARSE_INDEXER_CACHE_DIR=str(tmp_path))
     assert not list(tmp_path.rglob("kernel.cubin"))
+    several = ("compile", "--arch", "7.5", "--arch", "8.0", "--kernels", "row_quads")
+    text = invoke(*several, "--kernels", "block_keys", SPARSE_INDEXER_CACHE_DIR=str(tmp_path))
+    found = re.findall(r"(row_quads|block_keys) .*(sm_75|sm_80)", text)
+    assert len(set(found)) == 4
     text = invoke("compile", "--arch", "6.1", code=1)
     assert text.startswith("error: --arch: expected ")
     text = invoke(*options, "--out", "", code=1)

@@ -559,6 +559,19 @@ def test_other_devices(make: Callable[..., Emulator]) -> None:
         hopper.fp8_fp4_mqa_logits(**{**eight, "q": q}, max_seqlen_k=130)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_sms": 1}, "num_sms: expected an int of 3 to 256, got 1"),
+        ({"longest_run": 0}, "longest_run: expected an int of at least 1, got 0"),
+        ({"arch_major": 0}, "arch_major: expected an int of at least 1, got 0"),
+    ],
+)
+def test_wrong_options_are_named(options: dict[str, int], message: str) -> None:
+    with refused(message):
+        DeepGemmEmulator(**options)
+
+
 SCHEDULE_RULES: list[tuple[dict[str, Any], str]] = [
     ({"num_kv_tokens": 0}, "num_kv_tokens: expected an int of at least 1, got 0"),
     ({"num_kv_tokens": 100}, "cu_seq_len_k_end: expected 0 to 100, got"),

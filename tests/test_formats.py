@@ -429,6 +429,23 @@ def test_fp4_decodes_to_no_dtype_that_cannot_hold_it(dtype: torch.dtype) -> None
         dequantize_fp4(FP4, torch.ones(3).int(), dtype=dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.float8_e4m3fn, None, "float32"])
+def test_fp8_decodes_to_no_dtype_but_a_float_one(dtype: Any) -> None:
+    with pytest.raises(ValueError, match=r"^dtype: expected .*float16.*float64, got "):
+        dequantize_fp8(FP8, torch.ones(3), dtype=dtype)
+
+
+@pytest.mark.parametrize("beyond", [math.nextafter(6 * 2.0**127, math.inf), 1e300])
+def test_fp4_group_beyond_its_largest_scale_is_nan(beyond: float) -> None:
+    x = torch.zeros(2, 128, dtype=torch.float64)
+    x[:, 40], x[0, 41], x[1, 41] = 3.0, -6 * 2.0**127, -beyond
+    values, scales = quantize_fp4(x)
+    assert scale_codes(scales)[:, 1].tolist() == [254, 255]
+    decoded = dequantize_fp4(values, scales, dtype=torch.float64)
+    assert decoded[0, 41] == -6 * 2.0**127
+    assert decoded[1, 32:64].isnan().all()
+
+
 def test_no_gradient_is_recorded() -> None:
     x = torch.randn(3, 128, requires_grad=True)
     assert not quantize_fp8(x)[1].requires_grad

@@ -2,6 +2,7 @@
 """What `compile`, `cache` and `doctor` do about kernels, with compilers that take no time."""
 
 import dataclasses
+import errno
 import io
 import os
 import platform
@@ -26,7 +27,7 @@ from jit_support import (
 )
 from rich.console import Console
 
-from sparse_indexer.jit import Kernel, cache, commands, doctor, places
+from sparse_indexer.jit import Kernel, cache, commands, compilers, doctor, places
 from sparse_indexer.jit.resources import Resources
 
 
@@ -153,6 +154,28 @@ def test_compile_says_once_where_things_go(tmp_path: Path, toolkit: FakeToolkit)
     assert (process.returncode, out) == (0, "None\nNone\nNone\n")
     assert err.count("the cache folder /proc/self/cache cannot be written") == 1
     assert err.count("\n") == 1
+
+
+def test_compile_finds_what_a_folder_has_that_is_now_read_only(
+    root: Path, toolkit: FakeToolkit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a call does."""
+    kernel = scale_kernel()
+    commands.compile_kernels("8.0", [kernel], jobs=1)
+    make = places.make_staging
+
+    def refuse(folder: Path) -> Path:
+        if folder == root:
+            raise OSError(errno.EROFS, "Read-only file system")
+        return make(folder)
+
+    monkeypatch.setattr(places, "make_staging", refuse)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    outcomes = commands.compile_kernels("8.0,9.0", [kernel], jobs=1)
+    assert [o.seconds is None for o in outcomes] == [True, False, True]
+    assert {o.target: o.error for o in outcomes} == dict.fromkeys(
+        ("sm_80", "sm_90a", platform.machine())
+    )
 
 
 def test_compile_with_nothing_but_the_cache(
@@ -483,6 +506,7 @@ def test_doctor_of_a_home_without_nvcc(
 
 def test_doctor(root: Path, toolkit: FakeToolkit, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(compilers, "cupy_wheels", list)
     monkeypatch.setattr(doctor, "driver_version", lambda: (12, 4))
     lines = dict(doctor.report())
     assert lines["NVRTC"] == "not found; nvrtc: CuPy is not installed"
@@ -492,6 +516,29 @@ def test_doctor(root: Path, toolkit: FakeToolkit, monkeypatch: pytest.MonkeyPatc
     assert lines["set"].startswith("SPARSE_INDEXER_")
     assert lines["driver"] == "for CUDA up to 12.4"
     assert "fix" not in lines
+
+
+def test_doctor_of_two_wheels_of_cupy(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uninstalling one takes the files of both."""
+    wheels = ["cupy-cuda12x", "cupy-cuda13x"]
+    monkeypatch.setattr(doctor, "cupy_wheels", lambda: wheels)
+    monkeypatch.setattr(compilers, "cupy_wheels", lambda: wheels[:1])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    lines = dict(doctor.report())
+    assert lines["NVRTC"].endswith("is not installed, though pip lists cupy-cuda12x: the files "
+                                   "went with another wheel")  # fmt: skip
+    assert lines["CuPy"] == (
+        "cupy-cuda12x and cupy-cuda13x are installed, which share files: pip uninstall "
+        "cupy-cuda12x cupy-cuda13x, then install one again"
+    )
+
+
+def test_a_compiler_that_is_not_there_is_not_g_plus_plus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/nonexistent")
+    assert doctor.hints.no_host_compiler().startswith("CXX names what is not there: unset it")
+    lines = doctor.report()
+    assert ("/nonexistent", "not found on the PATH") in lines
+    assert ("fix", doctor.hints.no_host_compiler()) in lines
 
 
 def test_doctor_where_nothing_is_there(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -265,6 +265,7 @@ def test_a_torch_that_needs_the_other_compiler_is_changed_too(
     cuda: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(hints, "cupy_wheels", list)
     for name in ("find_nvrtc", "find_nvcc"):
         monkeypatch.setattr(hints, name, lambda: Search(None, ()))
     for text in (hints.architecture_hint("sm_70", (13, 0)), hints.no_device_compiler((7, 0))):
@@ -273,6 +274,27 @@ def test_a_torch_that_needs_the_other_compiler_is_changed_too(
         assert ("'torch>=2.8,<2.11', as this torch is built for CUDA 13" in text) is (
             cuda == "13.0"
         )
+
+
+@pytest.mark.parametrize(
+    ("target", "compiler", "gone", "kept"),
+    [
+        ("sm_70", (13, 0), "cupy-cuda13x nvidia-cuda-nvrtc", "cupy-cuda12x"),
+        ("sm_88", (12, 9), "cupy-cuda12x", "cupy-cuda13x"),
+    ],
+)
+def test_a_wheel_whose_files_went_with_another_is_installed_again(
+    target: str, compiler: tuple[int, int], gone: str, kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pip takes it for installed, and the extra does nothing."""
+    monkeypatch.setattr(hints, "cupy_wheels", lambda: ["cupy-cuda12x", "cupy-cuda13x"])
+    for name in ("find_nvrtc", "find_nvcc"):
+        monkeypatch.setattr(hints, name, lambda: Search(None, ()))
+    text = hints.architecture_hint(target, compiler)
+    first, second, third = text.partition("pip")[2].split(" && pip")
+    assert first == f" uninstall {gone}"
+    assert second.startswith(" install 'sparse-indexer[cuda")
+    assert third.startswith(f" install --force-reinstall --no-deps {kept}")
 
 
 def test_what_to_install_knows_the_gpu() -> None:

@@ -15,7 +15,7 @@ from sparse_indexer import (
 )
 from sparse_indexer.backends.mask import MaskIndexer
 from sparse_indexer.formats import FORMATS, INT32_MAX
-from sparse_indexer.protocol import no_grad
+from sparse_indexer.protocol import Candidates, no_grad
 from sparse_indexer.testing import (
     CASES,
     CaseConfig,
@@ -221,6 +221,8 @@ def test_bad_calls_say_argument_expected_got() -> None:
         indexer.select_prefill(None, inputs, out)
     with pytest.raises(ValueError, match="candidates: expected Candidates, got None"):
         indexer.prefill_tail(None, [1])
+    with pytest.raises(ValueError, match="plan: expected a PrefillPlan, got None"):
+        Candidates(candidates.blocks, None)
     for call in (
         lambda: indexer.topk_prefill(inputs, None),
         lambda: indexer.select_prefill(candidates, inputs, None),

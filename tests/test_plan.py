@@ -733,14 +733,22 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
         {"positions": [4, 9, 2, 5]},
         "positions: expected 3 values, one a row, got 4",
     ),
-    "position -2": ({"positions": [4, -2, 2]}, "positions[1]: expected -1 to 2147483647, got -2"),
+    "position -2": ({"positions": [4, -2, 2]}, "positions[1]: expected -1 to 2147483646, got -2"),
     "position 2^31": (
         {"positions": [4, 9, 2**31]},
+        "positions[2]: expected -1 to 2147483646, got 2147483648",
+    ),
+    "position 2^31 - 1": (
+        {"positions": [4, 9, 2**31 - 1]},
+        "positions[2]: expected -1 to 2147483646, got 2147483647",
+    ),
+    "position 2^31 of pairs": (
+        {"positions": [4, 9, 2**31], "compress_ratio": 2},
         "positions[2]: expected -1 to 2147483647, got 2147483648",
     ),
     "position 2^40": (
         {"positions": torch.tensor([4, 2**40, 2])},
-        "positions[1]: expected -1 to 2147483647, got 1099511627776",
+        "positions[1]: expected -1 to 2147483646, got 1099511627776",
     ),
     "float positions": (
         {"positions": [4.0, 9.0, 2.0]},
@@ -807,6 +815,15 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "a negative request start": (
         {"request_starts": [-1, 0]},
         "request_starts[0]: expected 0 to 2147483647, got -1",
+    ),
+    "a request that ends beyond int32": (
+        {"request_starts": [2**31 - 11, 2**31 - 2]},
+        "request_starts[1]: expected at most 2147483645, for 3 positions, got 2147483646",
+    ),
+    "packed beyond int32": (
+        {"rows_per_request": [1, 1, 1], "context_lens": [2**31 - 1, 10, 3]},
+        "context_lens: expected at most 2147483647 before the last request, as they are packed, "
+        "got 2147483657",
     ),
     "too few request starts": (
         {"request_starts": [5]},

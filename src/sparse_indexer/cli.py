@@ -167,8 +167,12 @@ def doctor() -> None:
 @app.command("compile")
 def compile_(
     ctx: typer.Context,
-    arch: Annotated[str, typer.Option("--arch", help="Such as 7.0,8.0,9.0a,12.0f.")],
-    kernels: Annotated[str | None, typer.Option(help="Some of them; default: all.")] = None,
+    arch: Annotated[
+        list[str], typer.Option("--arch", metavar="LIST", help="Such as 7.0,8.0,9.0a,12.0f.")
+    ],
+    kernels: Annotated[
+        list[str] | None, typer.Option(metavar="LIST", help="Some; default: all.")
+    ] = None,
     jobs: Annotated[int | None, typer.Option("--jobs", "-j", help="Compilers at once.")] = None,
     out: Annotated[
         str | None, typer.Option(metavar="DIR", help="A cache to ship, instead of your own.")
@@ -178,7 +182,8 @@ def compile_(
     with _clean_errors(ctx):
         from sparse_indexer.jit.commands import compile_command
 
-        status = compile_command(_console(wide=True), arch, kernels, jobs, out)
+        names = None if kernels is None else ",".join(kernels)
+        status = compile_command(_console(wide=True), ",".join(arch), names, jobs, out)
     raise typer.Exit(status)
 
 
@@ -238,7 +243,7 @@ def _with_options(message: str, ctx: typer.Context) -> str:
     for option in ctx.command.params:
         flag, name = option.opts[0], re.escape(option.name or "")
         message = re.sub(rf"^{name}(?=: expected)", flag, message)
-        message = re.sub(rf"(?<= ){name}=(['\"]?)(\w+)\1(?!\S)", rf"{flag} \2", message)
+        message = re.sub(rf"(?<= ){name}=(['\"]?)(\w+)\1(?![^\s,])", rf"{flag} \2", message)
     return message
 
 

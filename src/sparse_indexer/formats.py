@@ -77,13 +77,15 @@ def quantize_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def dequantize_fp8(
     values: torch.Tensor, scales: torch.Tensor, *, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """`values * scales` in `dtype`: e4m3 `[..., 128]` and fp32 `[...]` to `[..., 128]`.
+    """`values * scales` in `dtype`, a float one: e4m3 `[..., 128]`, fp32 `[...]` to `[..., 128]`.
 
     Raises:
         ValueError: a shape or dtype is not as above.
     """
     expect_tensor("values", values, (..., HEAD_DIM), (torch.float8_e4m3fn,))
     expect_tensor("scales", scales, tuple(values.shape[:-1]), (torch.float32,))
+    if dtype not in FLOATS:
+        raise mismatch("dtype", " or ".join(map(str, FLOATS)), repr(dtype))
     return values.to(dtype) * scales.to(dtype)[..., None]
 
 
@@ -101,7 +103,8 @@ def quantize_fp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         values: `[..., 64]` uint8, two e2m1 codes a byte, low nibble = even element, round to
             nearest even.
         scales: `[...]` int32, four ue8m0 codes, byte g (little endian) = dims 32 g to 32 g + 31.
-            A group that holds a NaN or an infinity gets code 255 (NaN). No gradient is recorded.
+            A group that holds a NaN or a magnitude beyond 6 * 2^127 gets code 255 (NaN). No
+            gradient is recorded.
 
     Raises:
         ValueError: `x` is not a float tensor of 128 columns.
@@ -112,7 +115,7 @@ def quantize_fp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     mantissa, exponent = torch.frexp(amax / _E2M1_MAX)  # mantissa in [0.5, 1)
     exponent = (exponent - (mantissa == 0.5).to(exponent.dtype)).clamp(-127, 127)
     exponent = torch.where(amax == 0, torch.full_like(exponent, -127), exponent)
-    finite = amax.isfinite()
+    finite = amax <= _E2M1_MAX * 2.0**127
     codes = torch.where(finite, exponent + 127, torch.full_like(exponent, 255)).to(torch.uint8)
     unit = torch.ldexp(torch.ones_like(amax), -exponent)
     scaled = torch.where(finite[..., None], groups * unit[..., None], torch.zeros_like(groups))
@@ -146,7 +149,7 @@ def dequantize_fp4(
     expect_tensor("values", values, (..., HEAD_DIM // 2), (torch.uint8,))
     expect_tensor("scales", scales, tuple(values.shape[:-1]), (torch.int32,))
     if dtype not in (torch.float32, torch.float64):
-        raise mismatch("dtype", "torch.float32 or torch.float64", str(dtype))
+        raise mismatch("dtype", "torch.float32 or torch.float64", repr(dtype))
     codes = scales.contiguous()[..., None].view(torch.uint8)
     low, high = values & 15, values >> 4
     nibbles = torch.stack((low, high), -1).flatten(-2).to(torch.int16)

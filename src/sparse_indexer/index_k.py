@@ -179,6 +179,8 @@ class IndexKPool(msgspec.Struct, frozen=True, eq=False, dict=True, weakref=True)
         """
         device = self.pages.device
         expect_tensor("slots", slots, ("n",), (torch.int32, torch.int64), device)
+        if not isinstance(keys, FlatIndexK):
+            expect_tensor("keys", keys, (len(slots), HEAD_DIM), FLOATS, device)
         stored = keys if isinstance(keys, FlatIndexK) else flat_index_k(keys, self.format)
         if stored.format != self.format:
             raise mismatch("keys", f"format {self.format!r}", repr(stored.format))

@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from sparse_indexer.errors import expect_tensor, mismatch
-from sparse_indexer.formats import HEAD_DIM
+from sparse_indexer.formats import HEAD_DIM, INT32_MAX
 from sparse_indexer.index_k import BLOCK_SIZE, FlatIndexK, IndexKPool, flat_index_k
 from sparse_indexer.page_table import expand_index_page_table, pool_slots
 from sparse_indexer.plan import PrefillPlan
@@ -142,7 +142,9 @@ class PrefillIndexerInputs(msgspec.Struct, frozen=True, eq=False):
             used = columns * self.index_k.page_size < seen[:, None]
             outside = (plan.page_table < 0) | (plan.page_table >= self.index_k.num_pages)
             for request, column in (used & outside).nonzero()[:1].tolist():
-                got = str(int(plan.page_table[request, column]))
+                page = int(plan.page_table[request, column])
+                # What does not fit was cut to these when the plan was made.
+                got = {INT32_MAX: f"{INT32_MAX} or more", -1: "-1 or less"}.get(page, f"{page}")
                 want = f"a page of 0 to {self.index_k.num_pages - 1}"
                 raise mismatch(f"page_table[{request}, {column}]", want, got)
         elif isinstance(self.index_k, FlatIndexK) and plan.key_starts is not None:

@@ -70,22 +70,28 @@ def plan_prefill(
         requests = _row_requests(request_of_row, counts)
         staged: dict[str, _Array] = {"request_of_row": requests}
     else:
-        tokens = _host_ints("positions", positions, low=-1)
+        # The last position sees one more than its number.
+        tokens = _host_ints("positions", positions, low=-1, high=INT32_MAX - (ratio == 1))
         if len(tokens) != rows:
             raise mismatch("positions", f"{rows} values, one a row", f"{len(tokens)}")
         requests = _row_requests(request_of_row, counts)
         staged = {"request_of_row": requests}
-        staged["compressed_lens"] = _fit_int32("positions", tokens, (tokens + 1) // ratio)
+        staged["compressed_lens"] = (tokens + 1) // ratio
     contexts = _contexts(context_lens, len(counts), requests, staged.get("compressed_lens"))
     for name, starts in (("key_starts", key_starts), ("request_starts", request_starts)):
         if starts is not None:
             staged[name] = _host_ints(name, starts)
     if page_table is None and row_page_table is None and key_starts is None:
         starts = np.cumsum(contexts) - contexts
-        staged["key_starts"] = _fit_int32("context_lens, packed", contexts, starts)
+        if len(starts) and starts[-1] > INT32_MAX:
+            want = f"at most {INT32_MAX} before the last request, as they are packed"
+            raise mismatch("context_lens", want, f"{starts[-1]}")
+        staged["key_starts"] = starts
     shifted = staged.get("request_starts")
     if shifted is not None and len(shifted) == len(contexts):
-        _fit_int32("request_starts", shifted, shifted + contexts - 1)
+        for i in np.flatnonzero(shifted + contexts - 1 > INT32_MAX)[:1].tolist():
+            want = f"at most {INT32_MAX + 1 - contexts[i]}, for {contexts[i]} positions"
+            raise mismatch(f"request_starts[{i}]", want, f"{shifted[i]}")
     table, name = page_table, "page_table"
     if row_page_table is not None:
         table, name = row_page_table, "row_page_table"
@@ -127,8 +133,8 @@ def _plan_device(device: torch.device | str | None, *candidates: HostInts | None
     return resolve_device(device)
 
 
-def _host_ints(argument: str, values: HostInts, low: int = 0) -> _Array:
-    """1-D host integers of [low, INT32_MAX] as an int64 array."""
+def _host_ints(argument: str, values: HostInts, low: int = 0, high: int = INT32_MAX) -> _Array:
+    """1-D host integers of [low, high] as an int64 array."""
     if isinstance(values, torch.Tensor) and values.device.type != "cpu":
         raise mismatch(argument, "integers on the host", values)
     try:
@@ -138,20 +144,11 @@ def _host_ints(argument: str, values: HostInts, low: int = 0) -> _Array:
     if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
         got = f"shape {list(array.shape)} {array.dtype}"
         raise mismatch(argument, "a 1-D sequence of integers", got)
-    outside = np.flatnonzero((array < low) | (array > INT32_MAX))
+    outside = np.flatnonzero((array < low) | (array > high))
     if outside.size:
         first = int(outside[0])
-        raise mismatch(f"{argument}[{first}]", f"{low} to {INT32_MAX}", str(array[first]))
+        raise mismatch(f"{argument}[{first}]", f"{low} to {high}", str(array[first]))
     return array.astype(np.int64)
-
-
-def _fit_int32(argument: str, given: _Array, made: _Array) -> _Array:
-    """`made`, if it fits an int32; a mistake of the argument it is made from if not."""
-    outside = np.flatnonzero(made > INT32_MAX)
-    if outside.size:
-        first = int(outside[0])
-        raise mismatch(f"{argument}[{first}]", "what fits an int32", f"{given[first]}")
-    return made
 
 
 def _row_requests(request_of_row: HostInts | None, counts: _Array) -> _Array:

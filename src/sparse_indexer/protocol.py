@@ -32,11 +32,17 @@ _Result = TypeVar("_Result")
 class Candidates:
     """What a source layer publishes. Keep it alive and hand it back unread.
 
-    `blocks` and `num_rows` are for tests and integrators; everything else, and what a backend's
-    subclass adds, belongs to the backend that made it.
+    `plan` is the plan of its rows: inputs with that very object need no comparison with it.
+    `blocks` and `num_rows` are for tests and integrators; what a backend's subclass adds belongs
+    to the backend that made it.
+
+    Raises:
+        ValueError: `plan` is no `PrefillPlan`.
     """
 
     def __init__(self, blocks: torch.Tensor, plan: PrefillPlan) -> None:
+        if not isinstance(plan, PrefillPlan):
+            raise mismatch("plan", "a PrefillPlan", describe(plan))
         self._blocks = blocks
         self.plan = plan
 

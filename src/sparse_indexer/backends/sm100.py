@@ -155,6 +155,7 @@ class Sm100Indexer:
     ) -> None:
         """See `CandidateIndexer.select_prefill`. Takes any backend's candidates.
 
+        Their blocks a row are a multiple of 4 of at most 4096, as here; others are refused.
         The publish made their schedules for its plan: with that plan object, or another one with
         the same `page_table` tensor, none is made here.
         """
@@ -187,7 +188,10 @@ class Sm100Indexer:
 
     @no_grad
     def prefill_tail(self, candidates: Candidates, tail_lens: Sequence[int]) -> Candidates:
-        """See `CandidateIndexer.prefill_tail`. A schedule cannot be sliced: it is made anew."""
+        """See `CandidateIndexer.prefill_tail`. A schedule cannot be sliced: it is made anew.
+
+        Takes the candidates that `select_prefill` takes.
+        """
         source = expect_published(candidates, self.device)  # and wait, before the plan is read
         _expect_columns(source)
         rows = candidates.plan.tail_rows(tail_lens)

@@ -76,7 +76,7 @@ def host_artifact(kernel: Kernel) -> Stored:
         if compiler is None:
             title = f"the host entry of {kernel.name}: there is no C++ compiler"
             places = (f"tried {host_compiler_command()[0]} on the PATH",)
-            raise build.missing(title, places, hints.NO_HOST_COMPILER)
+            raise build.missing(title, places, hints.no_host_compiler())
         return build.compile_host(kernel, compiler, staging, log)
 
     return _fetch([entry], make, " ".join(compiler.command) if compiler else "")

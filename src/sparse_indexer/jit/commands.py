@@ -244,7 +244,8 @@ def _fallback(jobs: int | None) -> tuple[str | None, int | None]:
             return None, 1
         writable, read_only = roots()
         changed = place.root != writable
-        return os.pathsep.join(map(str, (place.root, *read_only))) if changed else None, jobs
+        known = (place.root, writable, *read_only)  # what was kept before is found there, too
+        return os.pathsep.join(map(str, known)) if changed else None, jobs
 
 
 def _root_at(out: Path | str) -> str:

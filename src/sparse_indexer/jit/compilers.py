@@ -10,12 +10,14 @@ its version.
 from __future__ import annotations
 
 import ctypes
+import importlib.metadata
 import importlib.util
 import os
 import re
 import shlex
 import shutil
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -82,7 +84,9 @@ def find_device_compiler() -> Search:
 def find_nvrtc() -> Search:
     """The NVRTC that CuPy would load."""
     if importlib.util.find_spec("cupy") is None:
-        return Search(None, ("nvrtc: CuPy is not installed",))
+        wheels = " and ".join(cupy_wheels())
+        left = f", though pip lists {wheels}: the files went with another wheel" if wheels else ""
+        return Search(None, (f"nvrtc: CuPy is not installed{left}",))
     try:
         from cuda import pathfinder
     except ImportError:
@@ -98,6 +102,16 @@ def find_nvrtc() -> Search:
     identity = digest("nvrtc", *map(fingerprint, files))
     found = DeviceCompiler("nvrtc", path, (major.value, minor.value), identity, headers)
     return Search(found, (f"nvrtc: {path}",))
+
+
+def cupy_wheels() -> list[str]:
+    """Distributions of CuPy that pip lists; of two, which share files, one overwrote the other."""
+    found = []
+    for name in ("cupy-cuda12x", "cupy-cuda13x"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            importlib.metadata.distribution(name)
+            found.append(name)
+    return found
 
 
 def find_nvcc() -> Search:

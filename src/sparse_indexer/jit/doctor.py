@@ -15,6 +15,7 @@ from sparse_indexer.jit import hints
 from sparse_indexer.jit.artifacts import is_cached
 from sparse_indexer.jit.compilers import (
     Search,
+    cupy_wheels,
     find_device_compiler,
     find_host_compiler,
     find_nvcc,
@@ -73,7 +74,7 @@ def _device_fault(capability: tuple[int, int]) -> str | None:
 def _host_fault() -> str | None:
     if setting("SPARSE_INDEXER_JIT") == "cached":
         return _NOT_CACHED
-    return None if find_host_compiler() else f"no C++ compiler: {hints.NO_HOST_COMPILER}"
+    return None if find_host_compiler() else f"no C++ compiler: {hints.no_host_compiler()}"
 
 
 def report(capabilities: Sequence[tuple[int, int]] = ()) -> list[tuple[str, str]]:
@@ -83,6 +84,10 @@ def report(capabilities: Sequence[tuple[int, int]] = ()) -> list[tuple[str, str]
     """
     device = {"NVRTC": find_nvrtc(), "nvcc": find_nvcc()}
     lines = [(name, _describe(search)) for name, search in device.items()]
+    wheels = cupy_wheels()
+    if len(wheels) > 1:
+        both = f"{' and '.join(wheels)} are installed, which share files"
+        lines.append(("CuPy", f"{both}: pip uninstall {' '.join(wheels)}, then install one again"))
     lines += _nvcc_lines(device["nvcc"])
     if not any(search.found for search in device.values()):
         fixes = [hints.no_device_compiler(cc) for cc in capabilities]
@@ -141,7 +146,7 @@ def _host_lines() -> list[tuple[str, str]]:
     except ValueError as error:
         return [("g++", str(error))]
     if compiler is None:
-        return [(name, "not found on the PATH"), ("fix", hints.NO_HOST_COMPILER)]
+        return [(name, "not found on the PATH"), ("fix", hints.no_host_compiler())]
     command = (*compiler.command, "--version")
     text = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     first = (text.splitlines() or ["says nothing"])[0]

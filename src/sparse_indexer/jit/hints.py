@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 import torch
 
-from sparse_indexer.jit.compilers import find_nvcc, find_nvrtc
+from sparse_indexer.jit.compilers import cupy_wheels, find_nvcc, find_nvrtc
 from sparse_indexer.jit.places import OTHER_FOLDER
 from sparse_indexer.jit.targets import capability_of, compilers_of, is_known
 
@@ -33,6 +34,13 @@ def first_error(output: str) -> str:
         if re.search(r"\b(error|fatal|unsupported|undefined (?:reference|symbol))\b", line, re.I)
     )
     return next(errors, lines[-1] if lines else "no output")
+
+
+def no_host_compiler() -> str:
+    """What to do where there is no C++ compiler."""
+    if os.environ.get("CXX"):
+        return "CXX names what is not there: unset it, to take g++, or set it to a C++17 compiler"
+    return NO_HOST_COMPILER
 
 
 def no_device_compiler(capability: tuple[int, int] | None = None) -> str:
@@ -94,8 +102,8 @@ def architecture_hint(target: str, compiler: tuple[int, int]) -> str:
     if compiler >= end:
         return f"{what}: install the CUDA 12 compiler, {_cuda_12(remove=True)}"
     if first >= (13, 0) and compiler < (13, 0):
-        remove = "pip uninstall cupy-cuda12x && "
-        return f"{what}, CUDA 13 does: {remove}pip install 'sparse-indexer[cuda13]'"
+        fix = "pip uninstall cupy-cuda12x && pip install 'sparse-indexer[cuda13]'"
+        return f"{what}, CUDA 13 does: {fix}{_restored('cupy-cuda13x')}"
     extra = f"cuda{max(12, compiler[0])}"
     return f"{what}: update the compiler, pip install -U 'sparse-indexer[{extra}]'"
 
@@ -105,10 +113,19 @@ def _cuda_12(*, remove: bool) -> str:
     torch_13 = (torch.version.cuda or "").startswith("13")
     fix = "pip install 'sparse-indexer[cuda12]'"
     if torch_13:
-        fix += f" {VOLTA_TORCH}, as this torch is built for CUDA 13 and needs its NVRTC"
+        fix += f" {VOLTA_TORCH}"
+    fix += _restored("cupy-cuda12x")
+    if torch_13:
+        fix += ", as this torch is built for CUDA 13 and needs its NVRTC"
     if remove or torch_13:
         fix = f"pip uninstall cupy-cuda13x nvidia-cuda-nvrtc && {fix}"
     return fix
+
+
+def _restored(wheel: str) -> str:
+    """Its files again, if pip takes it for installed: they go with those of the other wheel."""
+    again = f" && pip install --force-reinstall --no-deps {wheel}"
+    return again if wheel in cupy_wheels() else ""
 
 
 def _host_hint(output: str) -> str | None:

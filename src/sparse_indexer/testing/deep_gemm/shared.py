@@ -32,7 +32,8 @@ class Emulator:
     """What both generations share.
 
     Args:
-        arch_major: the compute capability's major; 10 for all functions, 9 for dense logits alone.
+        arch_major: the compute capability's major; 10 for all functions, 9 for dense logits alone,
+            another one for none.
         num_sms: SMs that are scheduled for.
         longest_run: rows of one id of `indices` that are taken. The real function takes any number
             and scans back over them for each row, so a long run costs its square.
@@ -41,9 +42,9 @@ class Emulator:
     generation: ClassVar[Generation]
 
     def __init__(self, *, arch_major: int = 10, num_sms: int = 148, longest_run: int = 2) -> None:
-        self.arch_major = arch_major
-        self.longest_run = longest_run
-        self.set_num_sms(num_sms)
+        self.arch_major = expect_int("arch_major", arch_major, 1)
+        self.longest_run = expect_int("longest_run", longest_run, 1)
+        self._num_sms = expect_int("num_sms", num_sms, 3, 256)
 
     @property
     def __version__(self) -> str:
