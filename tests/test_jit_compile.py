@@ -338,6 +338,7 @@ def test_missing_libcu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_device_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither CuPy nor nvcc: what was tried, and what to install."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(compilers, "cupy_wheels", list)
     monkeypatch.setenv("CUDA_HOME", "/nonexistent/cuda")
     monkeypatch.delenv("CUDA_PATH", raising=False)
     monkeypatch.setattr("shutil.which", lambda name: None)
@@ -355,6 +356,7 @@ def test_no_device_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wished_compiler_is_the_only_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPARSE_INDEXER_COMPILER", "nvrtc")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(compilers, "cupy_wheels", list)
     search = compilers.find_device_compiler()
     assert search.found is None
     assert search.places == ("nvrtc: CuPy is not installed",)
@@ -407,14 +409,23 @@ def test_quotation_without_an_end(command: str, monkeypatch: pytest.MonkeyPatch)
         host_artifact(scale_kernel())
 
 
-def test_no_host_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "/nonexistent/c++")
+@pytest.mark.parametrize(
+    ("wish", "tried", "hint"),
+    [("/nonexistent/c++", "/nonexistent/c++", "unset it"), (None, "g++", "apt-get install g++")],
+)
+def test_no_host_compiler(
+    wish: str | None, tried: str, hint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    if wish:
+        monkeypatch.setenv("CXX", wish)
+    monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(JitError) as caught:
         host_artifact(scale_kernel())
     lines = str(caught.value).splitlines()
     assert lines[0] == "cannot build the host entry of scale: there is no C++ compiler"
-    assert lines[1] == "  tried /nonexistent/c++ on the PATH"
-    assert "apt-get install g++" in lines[2]
+    assert lines[1] == f"  tried {tried} on the PATH"
+    assert hint in lines[2]
 
 
 def write_host(folder: Path, text: str) -> Kernel:

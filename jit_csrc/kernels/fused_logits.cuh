@@ -42,7 +42,8 @@ struct FusedLogits {
   };
 
   struct Tiles {
-    static constexpr int kTogether = kTileBlocks;  // what a row sees begins with the first
+    // What a row sees begins with the first block. Rounded scores take registers: by pairs.
+    static constexpr int kTogether = HalfScores ? 2 : kTileBlocks;
     const Params& p;
     float* out;  // this warp's row
     int len;     // positions of it that are written

@@ -165,8 +165,10 @@ struct FusedScoring {
       const bool more = tile + 1 < stop;
       tiles.enter(tile);
       if (more) load_tile(tile + 1);
-      const int last = static_cast<int>(uint32_t(tile - first) % kBatch);  // so far of its batch
-      const int written = tile - max(last - of_tile, 0);  // by this lane, if the batch is whole
+      // This tile's place in its batch, and the tile that this lane writes: this one again where a
+      // last batch has not so many.
+      const int last = static_cast<int>(uint32_t(tile - first) % kBatch);
+      const int written = tile - max(last - of_tile, 0);
       const bool writes_now = writes() && (last == kBatch - 1 || !more);
       Floats<Positions> scales;
       if (kBatch == 1 || writes_now) {
