@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small runs of every kernel, each with its results checked, for compute-sanitizer.
+"""Small runs of every kernel for compute-sanitizer; the other tests check what they compute.
 
     compute-sanitizer --tool memcheck python tests/sanitized.py CASE
     compute-sanitizer --tool racecheck python tests/sanitized.py CASE --racecheck
@@ -11,6 +11,7 @@ barriers: racecheck reports a race where one lane arrives for all.
 import sys
 from collections.abc import Callable
 
+import pytest
 import torch
 from sm90_support import layers, run, sm90
 
@@ -114,7 +115,6 @@ def fused(code: str) -> None:
     import test_fused_scoring
 
     from sparse_indexer.backends.sm70 import Sm70Indexer
-    from sparse_indexer.ops import fused_logits
 
     if code != "own":
         for kernel in fused_support.KERNELS:
@@ -124,7 +124,15 @@ def fused(code: str) -> None:
         run(indexer, *layers(LENS, form, heads=heads))  # type: ignore[arg-type]
     operands = test_fused_scoring.exact(("fp8", "fp8"), 32)
     fused_support.logits_of(fused_support.pack(operands), test_fused_scoring.WIDTH)
-    assert fused_logits.KERNEL.loaded
+    for kernel in fused_support.KERNELS if code != "own" else ():  # that is what ran
+        assert kernel.loaded[DEVICE] is fused_support.ptx_module(kernel, code)
+
+
+def sm100_backend() -> None:
+    import sm100_support
+    import test_sm100_gpu as tests
+
+    sm100_support.run(tests.quiet(), *tests.exact_layers(tests.SHORT, device=str(DEVICE)))
 
 
 def gemm_route() -> None:
@@ -136,8 +144,7 @@ def gemm_route() -> None:
 
 def faults() -> None:
     """That the tools see any: a read that is not ordered after its write, one past an end."""
-    import cupy
-
+    cupy = pytest.importorskip("cupy")
     faulty = """extern "C" __global__ void faulty(const int* from, int* to) {
         __shared__ int shared[64];
         shared[threadIdx.x] = from[threadIdx.x + 4096];
@@ -160,6 +167,7 @@ CASES: dict[str, Callable[[], None]] = {
     "fused, own": lambda: fused("own"),
     "fused, compute_75": lambda: fused("compute_75"),
     "fused, compute_70": lambda: fused("compute_70"),
+    "sm100": sm100_backend,
     "gemm": gemm_route,
     "faults": faults,
 }

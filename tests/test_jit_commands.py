@@ -539,6 +539,8 @@ def test_a_compiler_that_is_not_there_is_not_g_plus_plus(monkeypatch: pytest.Mon
     lines = doctor.report()
     assert ("/nonexistent", "not found on the PATH") in lines
     assert ("fix", doctor.hints.no_host_compiler()) in lines
+    monkeypatch.setenv("CXX", " ")  # g++
+    assert doctor.hints.no_host_compiler() == doctor.hints.NO_HOST_COMPILER
 
 
 def test_doctor_where_nothing_is_there(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ def first_error(output: str) -> str:
 
 def no_host_compiler() -> str:
     """What to do where there is no C++ compiler."""
-    if os.environ.get("CXX"):
+    if os.environ.get("CXX", "").strip():
         return "CXX names what is not there: unset it, to take g++, or set it to a C++17 compiler"
     return NO_HOST_COMPILER
 
