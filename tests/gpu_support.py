@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from sparse_indexer import CandidateIndexer, PrefillIndexerInputs
+from sparse_indexer import CandidateIndexer, IndexQ, PrefillIndexerInputs
 from sparse_indexer.testing.data import tail_inputs
 
 Layers = tuple[PrefillIndexerInputs, PrefillIndexerInputs]  # a source and a consumer
@@ -37,21 +37,56 @@ def poisoned(rows: int, columns: int) -> torch.Tensor:
     return torch.full((rows, columns), 7, dtype=torch.int32, device="cuda:0")
 
 
+def overwrite(to: PrefillIndexerInputs, of: PrefillIndexerInputs) -> None:
+    """The values of one layer into the tensors of another."""
+    pairs = [(to.index_q.values, of.index_q.values), (to.index_q.scales, of.index_q.scales)]
+    pairs.append((to.index_k.pages, of.index_k.pages))
+    for a, b in pairs:
+        a.view(torch.uint8).copy_(b.view(torch.uint8))
+    to.head_weights.copy_(of.head_weights)
+    to.plan.compressed_lens.copy_(of.plan.compressed_lens)
+    to.plan.page_table.copy_(of.plan.page_table)
+
+
+class Captured:
+    """All methods of an indexer in a CUDA graph."""
+
+    def __init__(self, indexer: CandidateIndexer, case: Layers, tail_lens: list[int]) -> None:
+        source, consumer = case
+        plan, q = source.plan, consumer.index_q
+        self.tail_rows = rows = plan.tail_rows(tail_lens)
+        own, selected, full = (poisoned(plan.num_rows, indexer.topk) for _ in range(3))
+        self.of_tail = poisoned(len(rows), indexer.topk)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.candidates = indexer.publish_prefill(source, own)
+            blocks = self.candidates.blocks
+            indexer.select_prefill(self.candidates, consumer, selected)
+            indexer.topk_prefill(consumer, full)
+            tail = indexer.prefill_tail(self.candidates, tail_lens)
+            queries = IndexQ(q.values[rows], None if q.scales is None else q.scales[rows])
+            weights = consumer.head_weights[rows]
+            of_rows = PrefillIndexerInputs(tail.plan, queries, weights, consumer.index_k)
+            indexer.select_prefill(tail, of_rows, self.of_tail)
+        self.results = (blocks, own, selected, full)
+
+    def expect(self, want: Sequence[torch.Tensor]) -> None:
+        """A replay gives `want`: blocks, own positions, selected, full."""
+        for out in (*self.results, self.of_tail):
+            out.fill_(7)
+        self.graph.replay()
+        for got, expected in zip(self.results, want, strict=True):
+            assert torch.equal(got, expected)
+        assert torch.equal(self.of_tail, want[2][self.tail_rows])
+
+
 def check_graph_and_no_synchronization(
     indexer: CandidateIndexer, case: Layers, want: Sequence[torch.Tensor], tail_lens: list[int]
 ) -> None:
     """A captured graph gives `want`: blocks, own positions, selected, full; no method waits."""
     source, consumer = case
+    Captured(indexer, case, tail_lens).expect(want)
     own, selected, full = (poisoned(source.plan.num_rows, indexer.topk) for _ in range(3))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        candidates = indexer.publish_prefill(source, own)
-        blocks = candidates.blocks
-        indexer.select_prefill(candidates, consumer, selected)
-        indexer.topk_prefill(consumer, full)
-    graph.replay()
-    for got, expected in zip((blocks, own, selected, full), want, strict=True):
-        assert torch.equal(got, expected)
     with no_synchronization():
         candidates = indexer.publish_prefill(source, own)
         indexer.publish_prefill(source)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mask backend against the plain-Python oracle, and through the conformance kit."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -15,7 +13,7 @@ from sparse_indexer import (
 )
 from sparse_indexer.backends.mask import MaskIndexer
 from sparse_indexer.formats import FORMATS, INT32_MAX
-from sparse_indexer.protocol import Candidates, no_grad
+from sparse_indexer.protocol import Candidates
 from sparse_indexer.testing import (
     CASES,
     CaseConfig,
@@ -272,15 +270,3 @@ def test_bad_calls_say_argument_expected_got() -> None:
         indexer.prefill_tail(candidates, [1, 1])
     with pytest.raises(ValueError, match=r"accumulate: expected torch.float32 or torch.float64"):
         MaskIndexer("cpu", accumulate=torch.float16)
-
-
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_methods_run_without_gradients(mode: Any) -> None:
-    @no_grad
-    def method(a: int, *, b: int) -> tuple[int, bool, bool]:
-        return a + b, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-
-    with mode():
-        assert method(1, b=2) == (3, False, mode is torch.inference_mode)
-        assert torch.is_grad_enabled() == (mode is torch.enable_grad)
-    assert method.__name__ == "method"

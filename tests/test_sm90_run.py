@@ -8,11 +8,13 @@ import sys
 import pytest
 import torch
 from gpu_support import (
+    Captured,
     check_select_on_another_stream,
     check_tail_on_another_stream,
     check_threads,
     free_memory,
     no_synchronization,
+    overwrite,
 )
 from sm90_support import (
     DEVICE,
@@ -27,7 +29,7 @@ from sm90_support import (
     sm90,
 )
 
-from sparse_indexer import IndexQ, PrefillIndexerInputs, PrefillPlan, plan_prefill
+from sparse_indexer import PrefillIndexerInputs, PrefillPlan, plan_prefill
 from sparse_indexer.inputs import IndexKPool, flat_index_k
 from sparse_indexer.testing import random_queries, with_queries
 
@@ -39,40 +41,12 @@ OPTIONS = {"topk": 64, "topk_blocks": 100}
 TAIL = [5, 0, 0, 2]
 
 
-def copied(to: PrefillIndexerInputs, of: PrefillIndexerInputs) -> None:
-    """The values of one layer into the tensors of another."""
-    for a, b in (
-        (to.index_q.values, of.index_q.values),
-        (to.index_q.scales, of.index_q.scales),
-        (to.index_k.pages, of.index_k.pages),
-    ):
-        a.view(torch.uint8).copy_(b.view(torch.uint8))
-    to.head_weights.copy_(of.head_weights)
-    to.plan.compressed_lens.copy_(of.plan.compressed_lens)
-    to.plan.page_table.copy_(of.plan.page_table)
-
-
 def test_a_graph_replays_with_other_lengths_queries_and_keys() -> None:
     """The same pages, page tables, queries and lengths, overwritten; contexts are the largest."""
     source, consumer = layers(LENS)
     indexer = sm90(**OPTIONS)
-    rows = source.plan.num_rows
     run(indexer, source, consumer)
-    own, selected, full = (poisoned(source, 64) for _ in range(3))
-    of_tail = torch.full((sum(TAIL), 64), 7, dtype=torch.int32, device=DEVICE)
-    tail_rows = source.plan.tail_rows(TAIL)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        candidates = indexer.publish_prefill(source, own)
-        blocks = candidates.blocks
-        indexer.select_prefill(candidates, consumer, selected)
-        indexer.topk_prefill(consumer, full)
-        tail = indexer.prefill_tail(candidates, TAIL)
-        q, plan = consumer.index_q, tail.plan
-        queries = IndexQ(q.values[tail_rows], q.scales[tail_rows])
-        weights = consumer.head_weights[tail_rows]
-        tail_inputs = PrefillIndexerInputs(plan, queries, weights, consumer.index_k)
-        indexer.select_prefill(tail, tail_inputs, of_tail)
+    graph = Captured(indexer, (source, consumer), TAIL)
     seen = []
     for seed in (0, 1, 2):
         lens = [[max(0, n - 211 * seed - i) for i, n in enumerate(request)] for request in LENS]
@@ -81,16 +55,11 @@ def test_a_graph_replays_with_other_lengths_queries_and_keys() -> None:
         other = layers(LENS, seed=seed)
         flat = [n for request in lens for n in request]
         other.source.plan.compressed_lens.copy_(torch.tensor(flat, dtype=torch.int32))
-        copied(source, other.source)
-        copied(consumer, other.consumer)
-        for out in (own, selected, full, of_tail, blocks):
-            out.fill_(7)
-        graph.replay()
+        overwrite(source, other.source)
+        overwrite(consumer, other.consumer)
         want = run(sm90(**OPTIONS), source, consumer)
-        assert (blocks.shape, len(want.blocks)) == ((rows, 100), rows)
-        for got, expected in zip((blocks, own, selected, full), want, strict=True):
-            assert torch.equal(got, expected)
-        assert torch.equal(of_tail, want.selected[tail_rows])
+        assert want.blocks.shape == (source.plan.num_rows, 100)
+        graph.expect(want)
         seen.append(want)
     assert not same(seen[0], seen[1])
     assert not same(seen[1], seen[2])

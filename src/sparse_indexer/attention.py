@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from sparse_indexer.backends.kernels import build_kernels
-from sparse_indexer.devices import no_autocast
+from sparse_indexer.devices import current, is_captured, no_autocast
 from sparse_indexer.errors import (
     BackendUnavailable,
     describe,
@@ -130,9 +130,10 @@ def sparse_attention(
     out = q.new_zeros(rows, heads, value_dim)
     if k:
         tile = memory_budget // least
-        for start in range(0, rows, tile):
-            some = slice(start, start + tile)
-            _attend(route, q[some], kv_pool, positions[some], sink, float(scale), out[some])
+        with current(q.device):
+            for start in range(0, rows, tile):
+                some = slice(start, start + tile)
+                _attend(route, q[some], kv_pool, positions[some], sink, float(scale), out[some])
     return out
 
 
@@ -162,7 +163,7 @@ def _operands(
 @cache
 def _has_kernels(device: torch.device) -> bool:
     """Whether the kernels are loaded there or can be; decided once, but not in a graph capture."""
-    if torch.cuda.is_current_stream_capturing():
+    if is_captured(device):
         for kernel in _KERNELS:
             load(kernel, device)  # JitError if it is not loaded
     try:

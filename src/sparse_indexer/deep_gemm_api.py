@@ -16,7 +16,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from sparse_indexer.devices import current
 from sparse_indexer.errors import BackendUnavailable, describe, mismatch
 from sparse_indexer.formats import FORMATS, HEAD_DIM, INT32_MAX
 from sparse_indexer.index_k import BLOCK_SIZE, FlatIndexK, IndexKPool
@@ -112,7 +111,7 @@ def schedule_bytes(rows: int, n: int) -> int:
 
 
 class DeepGemm:
-    """One installed version, or an emulator of it.
+    """One installed version, or an emulator of it: it runs on the current device.
 
     Args:
         module: `deep_gemm` or what has its functions; `None`: the package is imported.
@@ -248,16 +247,15 @@ class DeepGemm:
             is there past a row's keys.
         """
         older = {"logits_dtype": self.logits_dtype} if self._chooses_dtype else {}
-        with current(starts.device):
-            logits: torch.Tensor = self._module.fp8_fp4_mqa_logits(
-                (queries.values, queries.scales),
-                keys,
-                queries.weights,
-                starts,
-                ends,
-                max_seqlen_k=width,
-                **older,
-            )
+        logits: torch.Tensor = self._module.fp8_fp4_mqa_logits(
+            (queries.values, queries.scales),
+            keys,
+            queries.weights,
+            starts,
+            ends,
+            max_seqlen_k=width,
+            **older,
+        )
         return logits
 
     def schedule(
@@ -277,10 +275,9 @@ class DeepGemm:
             pairs: `[rows]` int32: neighbors of equal id, at most two, are scored together.
             page_table: `[rows, pages]` int32, contiguous: that of a pair's first row is read.
         """
-        with current(lens.device):
-            metadata: torch.Tensor = self._module.get_paged_sparse_mqa_logits_metadata(
-                lens, page_table, pairs, page_size, blocks, torch.int8, BLOCK_SIZE
-            )
+        metadata: torch.Tensor = self._module.get_paged_sparse_mqa_logits_metadata(
+            lens, page_table, pairs, page_size, blocks, torch.int8, BLOCK_SIZE
+        )
         return metadata
 
     def candidate_logits(
@@ -304,12 +301,11 @@ class DeepGemm:
             weights = queries.weights.chunk(shape[1], 1)
             parts = list(zip(values, scales, weights, strict=True))
         total: torch.Tensor | None = None
-        with current(metadata.device):
-            for stored, codes, of_heads in parts:
-                q = (stored.unsqueeze(1), codes.unsqueeze(1))
-                logits: torch.Tensor = self._module.fp8_fp4_paged_sparse_mqa_logits(
-                    q, keys, of_heads, metadata, n, BLOCK_SIZE
-                )
-                total = logits if total is None else total.add_(logits)
+        for stored, codes, of_heads in parts:
+            q = (stored.unsqueeze(1), codes.unsqueeze(1))
+            logits: torch.Tensor = self._module.fp8_fp4_paged_sparse_mqa_logits(
+                q, keys, of_heads, metadata, n, BLOCK_SIZE
+            )
+            total = logits if total is None else total.add_(logits)
         assert total is not None
         return total

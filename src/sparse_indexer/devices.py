@@ -50,6 +50,12 @@ def current(device: torch.device) -> AbstractContextManager[None]:
     return torch.cuda.device(device)
 
 
+def is_captured(device: torch.device) -> bool:
+    """Is the current stream of a GPU, whichever is the current one, being captured?"""
+    with current(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
 def no_autocast(device: torch.device) -> torch.autocast:
     """A block in which matmuls multiply what they are given, whatever `torch.autocast` is set."""
     return torch.autocast(device.type, enabled=False)

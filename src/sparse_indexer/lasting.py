@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from sparse_indexer.devices import current
+from sparse_indexer.devices import current, is_captured
 
 
 class LastingMemory:
@@ -27,7 +27,7 @@ class LastingMemory:
 
     def __call__(self) -> AbstractContextManager[None]:
         """What is allocated within comes from the pool."""
-        if self._device.type != "cuda" or _captured(self._device):
+        if self._device.type != "cuda" or is_captured(self._device):
             return contextlib.nullcontext()
         return _allocating(self._device)
 
@@ -36,12 +36,6 @@ class LastingMemory:
 def _allocating(device: torch.device) -> Iterator[None]:
     with _ONE_THREAD, torch.cuda.use_mem_pool(_pool_of(device), device):
         yield
-
-
-def _captured(device: torch.device) -> bool:
-    """Is the device's current stream, whichever device is the current one, being captured?"""
-    with current(device):
-        return torch.cuda.is_current_stream_capturing()
 
 
 _ONE_THREAD = threading.RLock()  # a pool takes no two at a time
@@ -60,7 +54,7 @@ class Ready:
         self._device = device
         self._handle = 0  # of the stream
         self._event: torch.cuda.Event | None = None
-        if device.type == "cuda" and not _captured(device):  # else only a replay does the work
+        if device.type == "cuda" and not is_captured(device):  # else only a replay does the work
             stream = torch.cuda.current_stream(device)
             self._handle = stream.cuda_stream
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -73,7 +67,7 @@ class Ready:
         # Twice as fast as a `Stream` to compare, and the same stream as a rule.
         if torch._C._cuda_getCurrentRawStream(self._device.index) == self._handle:
             return
-        if _captured(self._device):  # which began when the device was idle
+        if is_captured(self._device):  # which began when the device was idle
             return
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(self._event)

@@ -18,13 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import ParamSpec, Protocol, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
 from sparse_indexer.errors import describe, expect_tensor, mismatch
 from sparse_indexer.inputs import PrefillIndexerInputs, PrefillPlan, expect_out_positions
 
+_Indexer = TypeVar("_Indexer", bound="CandidateIndexer")
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
@@ -111,13 +112,23 @@ class CandidateIndexer(Protocol):
         ...
 
 
-def no_grad(method: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """`torch.no_grad` of a method, which costs nothing where engines call it: without gradients."""
+def on_its_device(
+    method: Callable[Concatenate[_Indexer, _Arguments], _Result],
+) -> Callable[Concatenate[_Indexer, _Arguments], _Result]:
+    """An indexer's method with its GPU the current one, and without gradients.
+
+    Costs nothing where engines call it, which have both already.
+    """
     without = torch.no_grad()(method)
 
     @wraps(method)
-    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        return (without if torch.is_grad_enabled() else method)(*args, **kwargs)
+    def call(indexer: _Indexer, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        chosen = without if torch.is_grad_enabled() else method
+        device = indexer.device
+        if device.type != "cuda" or device.index == torch.cuda.current_device():
+            return chosen(indexer, *args, **kwargs)
+        with torch.cuda.device(device):
+            return chosen(indexer, *args, **kwargs)
 
     return call
 

@@ -25,7 +25,7 @@ from sparse_indexer.protocol import (
     expect_call,
     expect_candidates,
     expect_published,
-    no_grad,
+    on_its_device,
 )
 
 _KERNELS = ("block_keys", "index_k", "relu_head_sum", "topk")
@@ -56,7 +56,7 @@ class GemmIndexer(KernelIndexer):
         """See `KernelIndexer.own_kernels`."""
         return [all_kernels()[name] for name in _KERNELS]
 
-    @no_grad
+    @on_its_device
     def publish_prefill(
         self, inputs: PrefillIndexerInputs, out_positions: torch.Tensor | None = None
     ) -> Candidates:
@@ -89,7 +89,7 @@ class GemmIndexer(KernelIndexer):
                 _select(tile, plan, logits, among, out_positions)
         return GemmCandidates(plan, table)
 
-    @no_grad
+    @on_its_device
     def select_prefill(
         self, candidates: Candidates, inputs: PrefillIndexerInputs, out_positions: torch.Tensor
     ) -> None:
@@ -101,7 +101,7 @@ class GemmIndexer(KernelIndexer):
         for tile in self._tiles(inputs, needed, blocks=n):
             _select(tile, inputs.plan, tile.logits(), blocks, out_positions)
 
-    @no_grad
+    @on_its_device
     def prefill_tail(self, candidates: Candidates, tail_lens: Sequence[int]) -> Candidates:
         """See `CandidateIndexer.prefill_tail`. Takes any backend's candidates."""
         source = expect_published(candidates, self.device)  # and wait, before the plan is read
@@ -111,7 +111,7 @@ class GemmIndexer(KernelIndexer):
         torch.index_select(source, 0, rows, out=table)
         return GemmCandidates(plan, table)
 
-    @no_grad
+    @on_its_device
     def topk_prefill(self, inputs: PrefillIndexerInputs, out_positions: torch.Tensor) -> None:
         """See `CandidateIndexer.topk_prefill`."""
         expect_call(self, inputs, out_positions, wanted=True)

@@ -21,7 +21,7 @@ from sparse_indexer.protocol import (
     expect_call,
     expect_candidates,
     expect_published,
-    no_grad,
+    on_its_device,
 )
 from sparse_indexer.torch_ops.block_keys import block_keys, published
 from sparse_indexer.torch_ops.index_k import index_k
@@ -85,7 +85,7 @@ class MaskIndexer:
             raise mismatch("accumulate", "torch.float32 or torch.float64", str(accumulate))
         self.accumulate = accumulate
 
-    @no_grad
+    @on_its_device
     def publish_prefill(
         self, inputs: PrefillIndexerInputs, out_positions: torch.Tensor | None = None
     ) -> Candidates:
@@ -113,7 +113,7 @@ class MaskIndexer:
             self.select_prefill(candidates, inputs, out_positions)
         return candidates
 
-    @no_grad
+    @on_its_device
     def select_prefill(
         self, candidates: Candidates, inputs: PrefillIndexerInputs, out_positions: torch.Tensor
     ) -> None:
@@ -135,7 +135,7 @@ class MaskIndexer:
         rows = candidates.plan.tail_rows(tail_lens)
         return Candidates(blocks[rows], candidates.plan.tail(tail_lens))
 
-    @no_grad
+    @on_its_device
     def topk_prefill(self, inputs: PrefillIndexerInputs, out_positions: torch.Tensor) -> None:
         """See `CandidateIndexer.topk_prefill`."""
         expect_call(self, inputs, out_positions, wanted=True)
@@ -145,7 +145,7 @@ class MaskIndexer:
                 best = merge(best, pack(order, _visible(tile, start, order), start))
             self._write(inputs, tile, best, out_positions)
 
-    @no_grad
+    @on_its_device
     def dense_logits(self, inputs: PrefillIndexerInputs) -> torch.Tensor:
         """The matrix `[rows, max(context_lens)]` float32, -inf where a row sees nothing."""
         expect_call(self, inputs, None)

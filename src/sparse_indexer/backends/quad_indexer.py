@@ -27,7 +27,7 @@ from sparse_indexer.protocol import (
     expect_call,
     expect_candidates,
     expect_published,
-    no_grad,
+    on_its_device,
 )
 from sparse_indexer.quad_scoring import MAX_HEADS, QuadKernels, score
 from sparse_indexer.quads import Quads, Tables, fill_tables, make_quads, plan_tables
@@ -67,7 +67,7 @@ class QuadIndexer(KernelIndexer):
         """See `KernelIndexer.own_kernels`."""
         return [all_kernels()[name] for name in (*_TABLES, *cls.kernels.names)]
 
-    @no_grad
+    @on_its_device
     def publish_prefill(
         self, inputs: PrefillIndexerInputs, out_positions: torch.Tensor | None = None
     ) -> Candidates:
@@ -84,7 +84,7 @@ class QuadIndexer(KernelIndexer):
             self.select_prefill(candidates, inputs, out_positions)
         return candidates
 
-    @no_grad
+    @on_its_device
     def select_prefill(
         self, candidates: Candidates, inputs: PrefillIndexerInputs, out_positions: torch.Tensor
     ) -> None:
@@ -101,7 +101,7 @@ class QuadIndexer(KernelIndexer):
         n = tables.blocks.shape[2]
         self._score(inputs, quads, tables, out_positions, n=n, dense=False)
 
-    @no_grad
+    @on_its_device
     def prefill_tail(self, candidates: Candidates, tail_lens: Sequence[int]) -> Candidates:
         """See `CandidateIndexer.prefill_tail`."""
         slots = None
@@ -120,7 +120,7 @@ class QuadIndexer(KernelIndexer):
         fill_tables(tables, quads, source, rows, pairs=self.kernels.pairs)
         return _QuadCandidates(plan, quads, tables, self.kernels)
 
-    @no_grad
+    @on_its_device
     def topk_prefill(self, inputs: PrefillIndexerInputs, out_positions: torch.Tensor) -> None:
         """See `CandidateIndexer.topk_prefill`."""
         self._expect(inputs, out_positions, wanted=True)

@@ -41,7 +41,7 @@ from sparse_indexer.protocol import (
     expect_call,
     expect_candidates,
     expect_published,
-    no_grad,
+    on_its_device,
 )
 from sparse_indexer.row_ops import row_ops
 
@@ -116,7 +116,7 @@ class Sm100Indexer:
         """
         self._deep_gemm.check_pool(pool)
 
-    @no_grad
+    @on_its_device
     def publish_prefill(
         self, inputs: PrefillIndexerInputs, out_positions: torch.Tensor | None = None
     ) -> Candidates:
@@ -149,7 +149,7 @@ class Sm100Indexer:
             self.select_prefill(candidates, inputs, out_positions)
         return candidates
 
-    @no_grad
+    @on_its_device
     def select_prefill(
         self, candidates: Candidates, inputs: PrefillIndexerInputs, out_positions: torch.Tensor
     ) -> None:
@@ -186,7 +186,7 @@ class Sm100Indexer:
             self._select(logits, plan, tile.part, tile.lens, out_positions, blocks=tile.table)
             del its, logits, tile  # before the next are made
 
-    @no_grad
+    @on_its_device
     def prefill_tail(self, candidates: Candidates, tail_lens: Sequence[int]) -> Candidates:
         """See `CandidateIndexer.prefill_tail`. A schedule cannot be sliced: it is made anew.
 
@@ -202,7 +202,7 @@ class Sm100Indexer:
         schedules = None if held is None else self._schedules(plan, table, held.pages)
         return PairCandidates(plan, table, schedules)
 
-    @no_grad
+    @on_its_device
     def topk_prefill(self, inputs: PrefillIndexerInputs, out_positions: torch.Tensor) -> None:
         """See `CandidateIndexer.topk_prefill`."""
         expect_call(self, inputs, out_positions, wanted=True)
