@@ -18,7 +18,7 @@ from sparse_indexer.quads import Quads, Tables
 def no_quads(plan: PrefillPlan) -> Quads:
     none = torch.empty(0, dtype=torch.int32)
     slots = torch.arange(plan.num_rows, dtype=torch.int32)
-    return Quads([], none, slots, none, none, none, none, none)
+    return Quads((), none, slots, none, none, none, none, none)
 
 
 def no_tables(quads: Quads, n: int) -> Tables:
@@ -34,6 +34,7 @@ def test_a_tail_of_another_stream_is_waited_for_before_it_is_read(
     monkeypatch.setattr(quad_indexer, "plan_tables", no_tables)
     monkeypatch.setattr(quad_indexer, "fill_tables", lambda *_, **__: None)
     indexer = QuadIndexer.__new__(QuadIndexer)
+    indexer.device = torch.device("cpu")
     monkeypatch.setattr(QuadIndexer, "kernels", WGMMA, raising=False)
     indexer._lasting = nullcontext
     plan = plan_prefill([10, 11, 12], [2, 1], request_starts=[0, 5])

@@ -52,7 +52,9 @@ def current(device: torch.device) -> AbstractContextManager[None]:
 
 def is_captured(device: torch.device) -> bool:
     """Is the current stream of a GPU, whichever is the current one, being captured?"""
-    with current(device):
+    if device.index == torch.cuda.current_device():
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()
 
 

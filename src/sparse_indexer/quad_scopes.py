@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -14,9 +15,9 @@ from sparse_indexer.index_k import BLOCK_SIZE
 from sparse_indexer.inputs import PrefillIndexerInputs
 from sparse_indexer.ops.candidate_topk import SLOTS
 from sparse_indexer.ops.index_k import index_k
-from sparse_indexer.quads import GROUP_QUADS, Quads, tables_bytes
+from sparse_indexer.quads import GROUP_QUADS, Quads, RequestQuads, tables_bytes
 from sparse_indexer.scratch import Scratch
-from sparse_indexer.tiling import even_tiles, request_groups
+from sparse_indexer.tiling import RequestGroup, even_tiles, request_groups
 
 UNIT_BLOCKS = 64  # what dense_block_keys scores at least
 # Quads an SM, at least, that are scored and selected by one kernel: the last ones' selection has
@@ -34,6 +35,14 @@ class Scope(NamedTuple):
     scratch: Scratch  # for one tile at a time
     slots: torch.Tensor | None  # of candidate_topk, with its counters; None: it is not called
     counters: torch.Tensor | None
+
+
+class _Planned(NamedTuple):
+    """A `Scope` to be made."""
+
+    group: RequestGroup
+    tiles: list[slice]
+    slots: tuple[int, ...] | None  # the shape of those
 
 
 def quad_scopes(
@@ -57,53 +66,26 @@ def quad_scopes(
     plan = inputs.plan
     where = plan.page_table if plan.page_table is not None else plan.key_starts
     assert where is not None
-    # Of a packed block: values of 8 positions, then 128 bytes that hold their scales.
-    elements = BLOCK_SIZE * HEAD_DIM + 128 // element.itemsize
-    block_bytes = elements * element.itemsize
-
-    query_bytes = 4 * heads * (HEAD_DIM * element.itemsize + 4)
-
-    def quad_bytes(longest: int) -> int:
-        width = -(-longest // UNIT_BLOCKS) * UNIT_BLOCKS if dense else 0
-        columns = min(n, longest) * BLOCK_SIZE if select else 0
-        tables = tables_bytes(n, longest) if own_tables else 0
-        return query_bytes + 16 * max(width, columns) + tables
-
-    def least(blocks: int, longest: int) -> int:
-        packed = (blocks + UNIT_BLOCKS) * block_bytes
-        return packed + Scratch.SLACK + GROUP_QUADS * quad_bytes(longest)
-
-    groups = request_groups(
-        plan.rows_per_request,
-        [request.blocks for request in quads.requests],
-        unit_bytes=block_bytes,
-        least=least,
+    elements = _block_elements(element)
+    ctas = _sm_count(plan.device) if one_kernel else 0
+    planned, nbytes = _planned(
+        tuple(plan.rows_per_request),
+        quads.requests,
+        n,
+        element,
+        heads,
+        own_tables=own_tables,
+        dense=dense,
+        select=select,
+        ctas=ctas,
+        least_quads=_ONE_KERNEL_QUADS * ctas,
         budget=budget,
     )
-    planned = []
-    for group in groups:
-        base, last = quads.requests[group.begin], quads.requests[group.stop - 1]
-        stop = last.first_quad + last.quads
-        packed = (group.size + UNIT_BLOCKS) * block_bytes + Scratch.SLACK
-        shape, of_quad = None, quad_bytes(group.longest)
-        if one_kernel:
-            ctas = _sm_count(plan.device)
-            shape = (ctas, SLOTS, 4, min(n, group.longest) * BLOCK_SIZE)
-            kept = 4 * (math.prod(shape) + ctas + 1)
-            tiles = _tiles(base.first_quad, stop, (budget - packed - kept) // query_bytes)
-            if tiles and tiles[0].stop - tiles[0].start >= _ONE_KERNEL_QUADS * ctas:
-                packed, of_quad = packed + kept, query_bytes
-            else:
-                shape = None
-        if shape is None:
-            tiles = _tiles(base.first_quad, stop, (budget - packed) // of_quad)
-        tile = tiles[0].stop - tiles[0].start
-        planned.append((group, tiles, shape, packed + tile * of_quad))
     if not planned:
         return
     # One for all groups: two of them would be two budgets while the second is made.
-    scratch = Scratch(max(nbytes for *_, nbytes in planned), budget, plan.device)
-    for (begin, end, blocks, longest), tiles, shape, _ in planned:
+    scratch = Scratch(nbytes, budget, plan.device)
+    for (begin, end, blocks, longest), tiles, shape in planned:
         base = quads.requests[begin]
         keys = scratch.clear().take((blocks + UNIT_BLOCKS, elements), element)
         slots = counters = None
@@ -130,11 +112,75 @@ def quad_scopes(
         yield Scope(keys, first, longest, tiles, scratch, slots, counters)
 
 
+@functools.lru_cache(256)
+def _planned(
+    rows: tuple[int, ...],
+    requests: tuple[RequestQuads, ...],
+    n: int,
+    element: torch.dtype,
+    heads: int,
+    *,
+    own_tables: bool,
+    dense: bool,
+    select: bool,
+    ctas: int,
+    least_quads: int,
+    budget: int,
+) -> tuple[list[_Planned], int]:
+    """What of `quad_scopes` no tensor is needed for, and the scratch that it takes.
+
+    Args:
+        rows: of each request.
+        ctas: of the one kernel; 0: it is not to be taken.
+        least_quads: of a tile, for it to pay.
+    """
+    block_bytes = _block_elements(element) * element.itemsize
+    query_bytes = 4 * heads * (HEAD_DIM * element.itemsize + 4)
+
+    def quad_bytes(longest: int) -> int:
+        width = -(-longest // UNIT_BLOCKS) * UNIT_BLOCKS if dense else 0
+        columns = min(n, longest) * BLOCK_SIZE if select else 0
+        tables = tables_bytes(n, longest) if own_tables else 0
+        return query_bytes + 16 * max(width, columns) + tables
+
+    def least(blocks: int, longest: int) -> int:
+        packed = (blocks + UNIT_BLOCKS) * block_bytes
+        return packed + Scratch.SLACK + GROUP_QUADS * quad_bytes(longest)
+
+    sizes = [request.blocks for request in requests]
+    planned, most = [], 0
+    for group in request_groups(rows, sizes, unit_bytes=block_bytes, least=least, budget=budget):
+        base, last = requests[group.begin], requests[group.stop - 1]
+        stop = last.first_quad + last.quads
+        packed = (group.size + UNIT_BLOCKS) * block_bytes + Scratch.SLACK
+        shape, of_quad = None, quad_bytes(group.longest)
+        if ctas:
+            shape = (ctas, SLOTS, 4, min(n, group.longest) * BLOCK_SIZE)
+            kept = 4 * (math.prod(shape) + ctas + 1)
+            tiles = _tiles(base.first_quad, stop, (budget - packed - kept) // query_bytes)
+            if tiles and tiles[0].stop - tiles[0].start >= least_quads:
+                packed, of_quad = packed + kept, query_bytes
+            else:
+                shape = None
+        if shape is None:
+            tiles = _tiles(base.first_quad, stop, (budget - packed) // of_quad)
+        tile = tiles[0].stop - tiles[0].start
+        planned.append(_Planned(group, tiles, shape))
+        most = max(most, packed + tile * of_quad)
+    return planned, most
+
+
+def _block_elements(element: torch.dtype) -> int:
+    """Of a packed block: values of 8 positions, then 128 bytes that hold their scales."""
+    return BLOCK_SIZE * HEAD_DIM + 128 // element.itemsize
+
+
 def _tiles(first: int, stop: int, most: int) -> list[slice]:
     """Quads from `first` to `stop - 1`, at most so many at a time; none if that is too few."""
     most //= GROUP_QUADS
     return even_tiles(first, stop, unit=GROUP_QUADS, most=most) if most > 0 else []
 
 
+@functools.cache
 def _sm_count(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -29,7 +30,7 @@ class RequestQuads(NamedTuple):
 class Quads(NamedTuple):
     """A plan's rows in slots, four slots a quad; tensors are int32, on the plan's device."""
 
-    requests: list[RequestQuads]
+    requests: tuple[RequestQuads, ...]
     rows: torch.Tensor  # [quads, 4]: the row of each slot, -1: none
     slots: torch.Tensor  # [rows]: the slot of each row
     slot_lens: torch.Tensor  # [quads, 4]: positions the slot's row sees
@@ -62,29 +63,36 @@ class Tables(NamedTuple):
     counts: torch.Tensor  # [quads, 2] int32
 
 
-def make_quads(plan: PrefillPlan) -> Quads:
-    """Sort the rows into quads, each of one request; reads nothing back from the device."""
+@functools.lru_cache(256)
+def _layout(rows: tuple[int, ...], contexts: tuple[int, ...]) -> tuple[RequestQuads, ...]:
     requests = []
     quad = block = 0
-    for rows, context in zip(plan.rows_per_request, plan.context_lens, strict=True):
-        quads = -(-rows // (4 * GROUP_QUADS)) * GROUP_QUADS
-        blocks = -(-context // BLOCK_SIZE) if rows else 0
+    for count, context in zip(rows, contexts, strict=True):
+        quads = -(-count // (4 * GROUP_QUADS)) * GROUP_QUADS
+        blocks = -(-context // BLOCK_SIZE) if count else 0
         requests.append(RequestQuads(quad, quads, block, blocks))
         quad, block = quad + quads, block + blocks
+    return tuple(requests)
 
-    def empty(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=plan.device)
 
-    count = len(requests)
+def make_quads(plan: PrefillPlan) -> Quads:
+    """Sort the rows into quads, each of one request; reads nothing back from the device."""
+    requests = _layout(tuple(plan.rows_per_request), tuple(plan.context_lens))
+    count, quads = len(requests), sum(r.quads for r in requests)
+    sizes = [4 * quads, 4 * quads, quads, quads, count, count, plan.num_rows]
+    # One allocation, since those are slow.
+    buffer = torch.empty(sum(sizes), dtype=torch.int32, device=plan.device)
+    pieces = buffer.split_with_sizes(sizes)
+    rows, slot_lens, lens, first, request_lens, request_first, slots = pieces
     made = Quads(
         requests,
-        rows=empty(quad, 4),
-        slots=empty(plan.num_rows),
-        slot_lens=empty(quad, 4),
-        lens=empty(quad),
-        first=empty(quad),
-        request_lens=empty(count),
-        request_first=empty(count),
+        rows=rows.view(quads, 4),
+        slots=slots,
+        slot_lens=slot_lens.view(quads, 4),
+        lens=lens,
+        first=first,
+        request_lens=request_lens,
+        request_first=request_first,
     )
     row_quads(
         plan.request_of_row,

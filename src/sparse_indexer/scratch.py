@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -25,6 +26,7 @@ class Scratch:
         size = max(
             needed, min(1 << max(needed - 1, 1).bit_length(), limit // _ALIGNMENT * _ALIGNMENT)
         )
+        self._size = size
         self._memory = torch.empty(size, dtype=torch.uint8, device=device)
         self._as = {torch.uint8: self._memory}  # the same as other dtypes
         self._kept = self._next = 0
@@ -32,16 +34,15 @@ class Scratch:
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor of whatever is there, until the next restart."""
         piece = self.peek(shape, dtype)
-        nbytes = math.prod(shape) * dtype.itemsize
-        self._next += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        self._next += -(-piece.nbytes // _ALIGNMENT) * _ALIGNMENT
         return piece
 
     def peek(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """What `take` would give; the next piece shares its memory."""
-        assert self._next + math.prod(shape) * dtype.itemsize <= self._memory.shape[0]
+        elements, strides = _contiguous(shape)
+        assert self._next + elements * dtype.itemsize <= self._size
         if dtype not in self._as:
             self._as[dtype] = self._memory.view(dtype)
-        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
         return self._as[dtype].as_strided(shape, strides, self._next // dtype.itemsize)
 
     def keep(self) -> None:
@@ -57,3 +58,9 @@ class Scratch:
         """Itself, with all of it free again, what was kept, too."""
         self._next = self._kept = 0
         return self
+
+
+@functools.lru_cache(1024)
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, list[int]]:
+    """Elements and strides."""
+    return math.prod(shape), [math.prod(shape[i + 1 :]) for i in range(len(shape))]

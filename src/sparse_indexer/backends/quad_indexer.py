@@ -45,6 +45,8 @@ class _QuadCandidates(Candidates):
         self.quads = quads
         self.tables = tables
         self.kernels = kernels  # that read the tables
+        # The plan's, too: nobody else may hold that of a tail.
+        self._read = (*tables, *quads[1:], *plan.tensors)
         self.ready = Ready(plan.device)
 
     @property
@@ -53,8 +55,8 @@ class _QuadCandidates(Candidates):
         return self.tables.blocks.flatten(0, 1)[self.quads.slots.long()]
 
     def wait(self) -> None:
-        """Let the current stream read the tables and the plan, which a tail's nobody else holds."""
-        self.ready.wait((*self.tables, *self.quads[1:], *self.plan.tensors))
+        """Let the current stream read the tables and the plan."""
+        self.ready.wait(self._read)
 
 
 class QuadIndexer(KernelIndexer):
