@@ -201,7 +201,7 @@ def test_the_backend_selects_the_same_either_way(
     # Halves take two kernels; so does what is scored densely first.
     one = form != "bf16"
     assert len(called) == one
-    assert len(calls) == (4 if one else 5)
+    assert len(calls) == (5 if one else 6)
     called.clear()
     assert same(run(sm90(**options, memory_budget=8 * MiB), source, consumer), want)
     monkeypatch.setattr(quad_scopes, "_ONE_KERNEL_QUADS", 1 << 20)

@@ -80,16 +80,29 @@ def test_exact_data_gives_what_mask_gives(form: KeyFormat, queries: KeyFormat) -
 
 
 def smallest_budget(both: Layers) -> int:
-    with pytest.raises(ValueError, match=r"^memory_budget: expected at least \d+ bytes") as caught:
-        run(Sm70Indexer(DEVICE, **OPTIONS, memory_budget=1), *both)
-    return int(re.findall(r"\d+", str(caught.value))[0])
+    """That all methods can do with: what their refusals name."""
+    source, consumer = both
+    poor, out = Sm70Indexer(DEVICE, **OPTIONS, memory_budget=1), poisoned(source, 64)
+    candidates = Sm70Indexer(DEVICE, **OPTIONS).publish_prefill(source)
+    named = []
+    for call in (
+        lambda: poor.publish_prefill(source, out),
+        lambda: poor.select_prefill(candidates, consumer, out),
+        lambda: poor.topk_prefill(consumer, out),
+    ):
+        with pytest.raises(ValueError, match=r"^memory_budget: expected at least \d+ ") as caught:
+            call()
+        named.append(int(re.findall(r"\d+", str(caught.value))[0]))
+    return max(named)
 
 
 @pytest.mark.parametrize("form", ["fp8", "fp16"])
 def test_neither_budget_nor_run_matters(form: KeyFormat) -> None:
     both = layers(LENS, form)
     want = run(Sm70Indexer(DEVICE, **OPTIONS), *both)
-    for budget in (smallest_budget(both), 3 * MiB, 256 * MiB):
+    least = smallest_budget(both)
+    assert 1 < least < 3 * MiB
+    for budget in (least, 3 * MiB, 256 * MiB):
         assert same(run(Sm70Indexer(DEVICE, **OPTIONS, memory_budget=budget), *both), want)
 
 

@@ -90,11 +90,18 @@ def score(
 ) -> None:
     """Tile by tile: if `dense`, the best n blocks of each row; the best positions of those.
 
+    If `dense`, positions are selected out of the `topk + 1` best blocks where that is fewer, which
+    hold the same ones (`quad_indexer`).
+
     Args:
         tables: of all quads, written if `dense`; `None`: in scratch.
         out_positions: `None`: no positions are selected.
     """
     plan, element = inputs.plan, _element(inputs, kernels)
+    scored_n = n
+    if dense and out_positions is not None:
+        scored_n = min(n, out_positions.shape[1] + 1)
+    own_tables = tables is None or scored_n < n
     heads = 32 if inputs.num_heads <= 32 else MAX_HEADS
     queries = _contiguous(inputs.index_q)
     head_weights = inputs.head_weights.contiguous()
@@ -102,10 +109,10 @@ def score(
     scopes = quad_scopes(
         inputs,
         quads,
-        n,
+        scored_n,
         element,
         heads,
-        own_tables=tables is None,
+        own_tables=own_tables,
         dense=dense,
         select=out_positions is not None,
         one_kernel=(
@@ -118,7 +125,7 @@ def score(
         budget=budget,
     )
     for scope in scopes:
-        columns = min(n, scope.max_blocks)
+        columns = min(scored_n, scope.max_blocks)
         width = -(-scope.max_blocks // UNIT_BLOCKS) * UNIT_BLOCKS
         for tile in scope.tiles:
             count = tile.stop - tile.start
@@ -126,29 +133,32 @@ def score(
             scratch = scope.scratch.restart()
             values = scratch.take((count, 4 * heads, HEAD_DIM), element)
             weights = scratch.take((count, 4, heads), torch.float32)
-            own, first, its = quads, scope.first, tables
+            own, first = quads, scope.first
             if not whole:
                 own, first = quads.part(tile), scope.first[tile]
-            if tables is None:
-                its = empty_tables(count, n, scope.max_blocks, scratch.take)
-            elif not whole:
-                its = Tables(*(t[tile] for t in tables))
-            assert its is not None
+            lens = own.slot_lens.view(-1)
+            wanted = []  # tables of this tile
+            if tables is not None:
+                wanted.append(tables if whole else Tables(*(t[tile] for t in tables)))
+            if own_tables:
+                wanted.append(empty_tables(count, scored_n, scope.max_blocks, scratch.take))
+            its = wanted[-1]  # candidates that are scored
             packed = {"rows": own.rows, "out_values": values, "out_weights": weights}
             if dense:
                 keys = scratch.peek((count * 4, width), torch.float32)
-                if scope.max_blocks > n:
+                if scope.max_blocks > scored_n:
                     index_q(queries, head_weights, **packed)
                     kernels.block_keys(scope.keys, values, weights, own, first, keys)
-                topk(
-                    keys,
-                    own.slot_lens.view(-1),
-                    out=its.blocks.view(count * 4, n),
-                    per_column=BLOCK_SIZE,
-                    force_last=True,
-                    unused=INT32_MAX,
-                )
-                merge_blocks(its, scope.max_blocks, pairs=kernels.pairs)
+                for made in wanted:
+                    topk(
+                        keys,
+                        lens,
+                        out=made.blocks.flatten(0, 1),
+                        per_column=BLOCK_SIZE,
+                        force_last=True,
+                        unused=INT32_MAX,
+                    )
+                    merge_blocks(made, scope.max_blocks, pairs=kernels.pairs)
             if out_positions is None:
                 continue
             index_q(queries, head_weights, counts=its.counts, **packed)
@@ -161,11 +171,10 @@ def score(
             selected: dict[str, Any] = {
                 "out": out_positions,
                 "rows": own.rows.view(-1),
-                "blocks": its.blocks.view(count * 4, n),
+                "blocks": its.blocks.flatten(0, 1),
                 "request_of_row": None if starts is None else plan.request_of_row,
                 "request_starts": starts,
             }
-            lens = own.slot_lens.view(-1)
             if scope.slots is not None:
                 assert kernels.candidate_topk is not None
                 own_scratch = {"slots": scope.slots, "counters": scope.counters}
