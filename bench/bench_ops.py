@@ -70,11 +70,19 @@ def block_keys_cases() -> Iterator[Case]:
         )
 
 
+def repeat_columns(x: torch.Tensor, period: int, noise: float) -> torch.Tensor:
+    parts = x.unflatten(1, (-1, period))
+    first = parts[:, :1].clone()
+    parts.mul_(noise).add_(first)
+    return x
+
+
 FILLS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "random": lambda x: x.normal_(),
     "all equal": lambda x: x.fill_(0.7),
     "two values": lambda x: x.copy_(x.uniform_() < 0.5),
     "all -inf": lambda x: x.fill_(-torch.inf),
+    "repeating": lambda x: repeat_columns(x.normal_(), 1024, noise=0.02),
 }
 
 
@@ -86,8 +94,8 @@ def topk_cases() -> Iterator[Case]:
         (128, 32_768, 2048, torch.float32, ("random",)),
         (128, 16_384, 512, torch.float32, ("random",)),
         (1, 16_384, 512, torch.float32, ("random",)),
-        (1024, 131_072, 2048, torch.float32, ("random",)),
-        (1024, 262_144, 512, torch.float32, ("random",)),
+        (1024, 131_072, 2048, torch.float32, ("random", "repeating")),
+        (1024, 262_144, 512, torch.float32, ("random", "repeating")),
     )
     for rows, width, k, dtype, fills in shapes:
         sets = 4 if rows <= 128 else 1

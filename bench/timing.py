@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +25,9 @@ def environment() -> str:
 def medians(calls: Sequence[Call], *, sets: int = 1, repeats: int = 30) -> list[float]:
     """Median microseconds of each call on the device; the calls take turns, so do the input sets.
 
-    A buffer larger than any L2 is written before each measurement, which is recorded with events.
+    Their order is another one each time, since a call that follows one that used much other memory
+    takes longer. A buffer larger than any L2 is written before each measurement, which is recorded
+    with events.
     """
     flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
     for call in calls:
@@ -32,8 +35,10 @@ def medians(calls: Sequence[Call], *, sets: int = 1, repeats: int = 30) -> list[
             call(i)
     torch.cuda.synchronize()
     events: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in calls]
+    order, shuffled = list(zip(calls, events, strict=True)), random.Random(0)
     for repeat in range(repeats):
-        for call, pairs in zip(calls, events, strict=True):
+        shuffled.shuffle(order)
+        for call, pairs in order:
             flush.zero_()
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()

@@ -96,6 +96,7 @@ PATTERNS = {
     "the sample too high": lambda n: torch.where(sampled(n), 1.0, 0.0) + torch.rand(n),
     "few above ties": lambda n: torch.where(torch.rand(n) < 0.01, torch.rand(n), 0.0),
     "one large": lambda n: torch.where(torch.arange(n) == n // 3, 1e30, 0.0),
+    "repeating": lambda n: torch.randn(1024)[torch.arange(n) % 1024] + 0.02 * torch.randn(n),
 }
 
 

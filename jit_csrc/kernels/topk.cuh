@@ -152,8 +152,11 @@ struct RowTopk {
     uint32_t key[kSamples];
     if (samples) {
       int group = task.thread();
-      if (sampled < groups) {
-        group = min(static_cast<int>(float(group) * (float(groups) / float(kThreads))), groups - 1);
+      if (sampled < groups) {  // of each stretch one by chance: a row may repeat itself
+        const float stretch = float(groups) / float(kThreads);
+        const float chance = float(uint32_t(group) * 0x9e3779b1u >> 8) / float(1 << 24);
+        const float at = float(group) * stretch + chance * (stretch - 1);
+        group = min(static_cast<int>(at), groups - 1);
       }
       load_sample(group * kGroup + (group ^ group >> 3 ^ group >> 6) % 8 * kSamples, key);
     }
