@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sparse_indexer.backends.mask import MaskIndexer
-from sparse_indexer.devices import is_captured
+from sparse_indexer.devices import forbids_loading, is_captured
 from sparse_indexer.protocol import on_its_device
 
 
@@ -46,9 +46,14 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> TwoGpus:
 
 @on_its_device
 def method(indexer: MaskIndexer, a: int, *, b: int) -> tuple[int, bool, bool]:
-    if b < 0:
-        raise ValueError("b")
     return a + b, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+
+@on_its_device
+def device_of(indexer: MaskIndexer, *, fails: bool = False) -> int:
+    if fails:
+        raise ValueError("fails")
+    return torch.cuda.current_device()
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
@@ -60,19 +65,27 @@ def test_methods_run_without_gradients(mode: Any) -> None:
     assert method.__name__ == "method"
 
 
-def test_methods_run_with_their_gpu_as_the_current_one(gpus: TwoGpus) -> None:
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+def test_methods_run_with_their_gpu_as_the_current_one(mode: Any, gpus: TwoGpus) -> None:
     for index, entered in ((0, []), (1, [1])):
         indexer = MaskIndexer("cpu")
         indexer.device = torch.device("cuda", index)
         gpus.entered.clear()
-        assert method(indexer, 1, b=2)[0] == 3
-        assert gpus.entered == entered
-        with pytest.raises(ValueError, match="b"):
-            method(indexer, 1, b=-1)
+        with mode():
+            assert device_of(indexer) == index
+        assert gpus.entered == entered  # none where it is the current one
+        with mode(), pytest.raises(ValueError, match="fails"):
+            device_of(indexer, fails=True)
         assert gpus.current == 0
 
 
 def test_a_capture_is_looked_for_on_the_device_that_is_named(gpus: TwoGpus) -> None:
-    assert is_captured(torch.device("cuda", 1))
-    assert not is_captured(torch.device("cuda", 0))
-    assert gpus.current == 0
+    one, other = (torch.device("cuda", index) for index in range(2))
+    assert is_captured(other)
+    assert not is_captured(one)
+    assert forbids_loading(other)
+    assert not forbids_loading(one)
+    gpus.current = 1
+    assert forbids_loading(one)  # since the current one's capture would end
+    assert not is_captured(one)
+    assert gpus.current == 1

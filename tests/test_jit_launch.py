@@ -44,7 +44,7 @@ loading.device_artifact = lambda kernel, capability: loading.Stored(b"ELF.", Non
 torch.cuda.get_device_capability = lambda device: (9 - device.index, 0)
 torch.cuda.device_count = lambda: 3
 capturing = True
-loading.is_captured = lambda device: capturing
+loading.forbids_loading = lambda device: capturing
 
 record("capture", load, kernel, devices[0])
 capturing = False

@@ -34,7 +34,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
     use_empty_cache(tmp_path, monkeypatch)
     host = Host()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9 - device.index, 0))
-    monkeypatch.setattr(loading, "is_captured", lambda device: False)
+    monkeypatch.setattr(loading, "forbids_loading", lambda device: False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(loading, "host_artifact", lambda kernel: Stored(b"", None, {}, False))
@@ -107,13 +107,13 @@ def test_many_threads_load_once(host: Host) -> None:
 def test_capture_on_a_miss(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, ready = scale_kernel(), scale_kernel()
     warmup(GPU[0], [ready])
-    monkeypatch.setattr(loading, "is_captured", lambda device: device == GPU[0])
+    monkeypatch.setattr(loading, "forbids_loading", lambda device: device == GPU[0])
     assert load(ready, GPU[0]) is host
     with pytest.raises(JitError, match="scale is not loaded on cuda:0, and a CUDA graph") as caught:
         load(kernel, GPU[0])
     assert "call sparse_indexer.jit.warmup('cuda:0') before the capture" in str(caught.value)
     assert load(kernel, GPU[1]) is host
-    monkeypatch.setattr(loading, "is_captured", lambda device: False)
+    monkeypatch.setattr(loading, "forbids_loading", lambda device: False)
     assert load(kernel, GPU[0]) is host
 
 

@@ -159,6 +159,7 @@ CONTEXTS: dict[str, list[list[int]]] = {
     "the longest last": [[100], [900], [5000], [20]],
     "many short ones": [[60 + i] for i in range(40)],
     "rows of one request only": [[], [], [700], []],
+    "more blocks than are published, and as many": [[860 + i for i in range(20)], [800, 799]],
 }
 METHODS: dict[str, Callable[[Sm90Indexer, Layers], None]] = {
     "publish": lambda indexer, both: indexer.publish_prefill(both.source) and None,

@@ -252,7 +252,7 @@ def test_without_a_compiler_it_is_plain_torch(
     def refuse(kernel: object, where: torch.device) -> None:
         raise JitError("call warmup")
 
-    monkeypatch.setattr(attention, "is_captured", lambda where: capturing)
+    monkeypatch.setattr(attention, "forbids_loading", lambda where: capturing)
     monkeypatch.setattr(attention, "build_kernels", build)
     monkeypatch.setattr(attention, "load", refuse)
     attention._has_kernels.cache_clear()

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from sparse_indexer.backends.kernels import build_kernels
-from sparse_indexer.devices import current, is_captured, no_autocast
+from sparse_indexer.devices import current, forbids_loading, no_autocast
 from sparse_indexer.errors import (
     BackendUnavailable,
     describe,
@@ -163,7 +163,7 @@ def _operands(
 @cache
 def _has_kernels(device: torch.device) -> bool:
     """Whether the kernels are loaded there or can be; decided once, but not in a graph capture."""
-    if is_captured(device):
+    if forbids_loading(device):
         for kernel in _KERNELS:
             load(kernel, device)  # JitError if it is not loaded
     try:

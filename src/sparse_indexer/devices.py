@@ -58,6 +58,14 @@ def is_captured(device: torch.device) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
+def forbids_loading(device: torch.device) -> bool:
+    """Is there a capture, on the current stream of a GPU or of the current one, that it would end?
+
+    What is refused while a stream is captured is refused for all GPUs of the process.
+    """
+    return is_captured(device) or is_captured(torch.device("cuda", torch.cuda.current_device()))
+
+
 def no_autocast(device: torch.device) -> torch.autocast:
     """A block in which matmuls multiply what they are given, whatever `torch.autocast` is set."""
     return torch.autocast(device.type, enabled=False)

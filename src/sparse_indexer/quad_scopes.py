@@ -31,7 +31,9 @@ class Scope(NamedTuple):
     keys: torch.Tensor  # [packed blocks, ...]
     first: torch.Tensor  # [quads] int32: a quad's first block in `keys`; of all the plan's quads
     max_blocks: int  # of one request
-    tiles: list[slice]  # of quads
+    scored: int  # candidate blocks of a row
+    own_tables: bool  # which are in tables of their own, in scratch
+    tiles: tuple[slice, ...]  # of quads
     scratch: Scratch  # for one tile at a time
     slots: torch.Tensor | None  # of candidate_topk, with its counters; None: it is not called
     counters: torch.Tensor | None
@@ -41,7 +43,9 @@ class _Planned(NamedTuple):
     """A `Scope` to be made."""
 
     group: RequestGroup
-    tiles: list[slice]
+    scored: int
+    own_tables: bool
+    tiles: tuple[slice, ...]
     slots: tuple[int, ...] | None  # the shape of those
 
 
@@ -52,7 +56,8 @@ def quad_scopes(
     element: torch.dtype,
     heads: int,
     *,
-    own_tables: bool,
+    few: int,
+    tables: bool,
     dense: bool,
     select: bool,
     one_kernel: bool,
@@ -61,6 +66,9 @@ def quad_scopes(
     """As many requests at a time as half the budget holds the keys of, but at least one.
 
     Args:
+        n: blocks of a row in the tables, of which all are candidates that are scored, but where
+            there are more than these in the context: `few` of them, if that is fewer.
+        tables: they are there; else they are in scratch.
         one_kernel: candidates may be scored and selected by one, where that pays and fits.
     """
     plan = inputs.plan
@@ -74,7 +82,8 @@ def quad_scopes(
         n,
         element,
         heads,
-        own_tables=own_tables,
+        few=few,
+        tables=tables,
         dense=dense,
         select=select,
         ctas=ctas,
@@ -85,7 +94,7 @@ def quad_scopes(
         return
     # One for all groups: two of them would be two budgets while the second is made.
     scratch = Scratch(nbytes, budget, plan.device)
-    for (begin, end, blocks, longest), tiles, shape in planned:
+    for (begin, end, blocks, longest), scored, own_tables, tiles, shape in planned:
         base = quads.requests[begin]
         keys = scratch.clear().take((blocks + UNIT_BLOCKS, elements), element)
         slots = counters = None
@@ -109,7 +118,7 @@ def quad_scopes(
             out_values=keys,
             out_scales=None,
         )
-        yield Scope(keys, first, longest, tiles, scratch, slots, counters)
+        yield Scope(keys, first, longest, scored, own_tables, tiles, scratch, slots, counters)
 
 
 @functools.lru_cache(256)
@@ -120,13 +129,14 @@ def _planned(
     element: torch.dtype,
     heads: int,
     *,
-    own_tables: bool,
+    few: int,
+    tables: bool,
     dense: bool,
     select: bool,
     ctas: int,
     least_quads: int,
     budget: int,
-) -> tuple[list[_Planned], int]:
+) -> tuple[tuple[_Planned, ...], int]:
     """What of `quad_scopes` no tensor is needed for, and the scratch that it takes.
 
     Args:
@@ -137,11 +147,17 @@ def _planned(
     block_bytes = _block_elements(element) * element.itemsize
     query_bytes = 4 * heads * (HEAD_DIM * element.itemsize + 4)
 
+    def candidates(longest: int) -> tuple[int, bool]:
+        """How many are scored, and whether their tables are in scratch."""
+        scored = min(n, few) if longest > n else n
+        return scored, not tables or scored < n
+
     def quad_bytes(longest: int) -> int:
         width = -(-longest // UNIT_BLOCKS) * UNIT_BLOCKS if dense else 0
-        columns = min(n, longest) * BLOCK_SIZE if select else 0
-        tables = tables_bytes(n, longest) if own_tables else 0
-        return query_bytes + 16 * max(width, columns) + tables
+        scored, own_tables = candidates(longest)
+        columns = min(scored, longest) * BLOCK_SIZE if select else 0
+        of_tables = tables_bytes(scored, longest) if own_tables else 0
+        return query_bytes + 16 * max(width, columns) + of_tables
 
     def least(blocks: int, longest: int) -> int:
         packed = (blocks + UNIT_BLOCKS) * block_bytes
@@ -165,9 +181,9 @@ def _planned(
         if shape is None:
             tiles = _tiles(base.first_quad, stop, (budget - packed) // of_quad)
         tile = tiles[0].stop - tiles[0].start
-        planned.append(_Planned(group, tiles, shape))
+        planned.append(_Planned(group, *candidates(group.longest), tuple(tiles), shape))
         most = max(most, packed + tile * of_quad)
-    return planned, most
+    return tuple(planned), most
 
 
 def _block_elements(element: torch.dtype) -> int:

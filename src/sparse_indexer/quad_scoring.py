@@ -90,18 +90,14 @@ def score(
 ) -> None:
     """Tile by tile: if `dense`, the best n blocks of each row; the best positions of those.
 
-    If `dense`, positions are selected out of the `topk + 1` best blocks where that is fewer, which
-    hold the same ones (`quad_indexer`).
+    If `dense`, positions are selected out of the `topk + 1` best blocks of a long context, which
+    hold the best of all (`quad_indexer`); of a short one all blocks are scored, only once.
 
     Args:
         tables: of all quads, written if `dense`; `None`: in scratch.
         out_positions: `None`: no positions are selected.
     """
     plan, element = inputs.plan, _element(inputs, kernels)
-    scored_n = n
-    if dense and out_positions is not None:
-        scored_n = min(n, out_positions.shape[1] + 1)
-    own_tables = tables is None or scored_n < n
     heads = 32 if inputs.num_heads <= 32 else MAX_HEADS
     queries = _contiguous(inputs.index_q)
     head_weights = inputs.head_weights.contiguous()
@@ -109,10 +105,11 @@ def score(
     scopes = quad_scopes(
         inputs,
         quads,
-        scored_n,
+        n,
         element,
         heads,
-        own_tables=own_tables,
+        few=out_positions.shape[1] + 1 if dense and out_positions is not None else n,
+        tables=tables is not None,
         dense=dense,
         select=out_positions is not None,
         one_kernel=(
@@ -125,7 +122,7 @@ def score(
         budget=budget,
     )
     for scope in scopes:
-        columns = min(scored_n, scope.max_blocks)
+        columns = min(scope.scored, scope.max_blocks)
         width = -(-scope.max_blocks // UNIT_BLOCKS) * UNIT_BLOCKS
         for tile in scope.tiles:
             count = tile.stop - tile.start
@@ -140,13 +137,13 @@ def score(
             wanted = []  # tables of this tile
             if tables is not None:
                 wanted.append(tables if whole else Tables(*(t[tile] for t in tables)))
-            if own_tables:
-                wanted.append(empty_tables(count, scored_n, scope.max_blocks, scratch.take))
+            if scope.own_tables:
+                wanted.append(empty_tables(count, scope.scored, scope.max_blocks, scratch.take))
             its = wanted[-1]  # candidates that are scored
             packed = {"rows": own.rows, "out_values": values, "out_weights": weights}
             if dense:
                 keys = scratch.peek((count * 4, width), torch.float32)
-                if scope.max_blocks > scored_n:
+                if scope.max_blocks > n:
                     index_q(queries, head_weights, **packed)
                     kernels.block_keys(scope.keys, values, weights, own, first, keys)
                 for made in wanted:

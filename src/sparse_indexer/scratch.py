@@ -61,6 +61,6 @@ class Scratch:
 
 
 @functools.lru_cache(1024)
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, list[int]]:
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
     """Elements and strides."""
-    return math.prod(shape), [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    return math.prod(shape), tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))

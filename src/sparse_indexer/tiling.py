@@ -36,9 +36,9 @@ def request_groups(
         padded: each request of a group takes as much as its longest.
 
     Raises:
-        ValueError: the budget is below what the longest request takes.
+        ValueError: the budget is below what one of the requests takes.
     """
-    one = least(max(sizes, default=0), max(sizes, default=0))
+    one = max((least(size, size) for size in set(sizes)), default=0)
     if any(rows) and one > budget:
         raise mismatch("memory_budget", f"at least {one} bytes", f"{budget}")
     begin = 0

@@ -91,9 +91,9 @@ class MaskIndexer:
     ) -> Candidates:
         """See `CandidateIndexer.publish_prefill`."""
         expect_call(self, inputs, out_positions)
-        # A row's best `topk` positions lie in at most `topk` blocks whose keys reach the topk-th
-        # logit, and the newest block may displace one: with one block to spare, the blocks and the
-        # source's own positions come out of the same logits.
+        # A row's best `topk` positions lie in its first `topk` blocks by rule 3, and the newest
+        # block may displace one: with one block to spare, the blocks and the source's own positions
+        # come out of the same logits.
         together = out_positions is not None and self.topk < self.topk_blocks
         shape = (inputs.plan.num_rows, self.topk_blocks)
         blocks = torch.full(shape, INT32_MAX, dtype=torch.int32, device=self.device)
@@ -129,6 +129,7 @@ class MaskIndexer:
                 best = merge(best, pack(order, allowed, start))
             self._write(inputs, tile, best, out_positions)
 
+    @on_its_device
     def prefill_tail(self, candidates: Candidates, tail_lens: Sequence[int]) -> Candidates:
         """See `CandidateIndexer.prefill_tail`."""
         blocks = expect_published(candidates, self.device)

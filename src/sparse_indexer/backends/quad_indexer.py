@@ -5,10 +5,10 @@ A source scores its context densely and keeps one key per block of 8 positions; 
 and those of consumers, score candidate blocks only. Rows are scored by quads, four of one request,
 whose candidates are gathered once; tables are kept by slot, a row's place in its quad.
 
-The best `topk` positions of all that a row sees lie in its best `topk + 1` blocks: at most `topk`
-blocks hold a key that reaches the topk-th logit, and the newest block, always among the best, may
+The best `topk` positions of all that a row sees lie in `topk + 1` blocks: a block that holds one
+comes before all that hold none, in the order of rule 3, and the newest block, always published, may
 displace one. So `topk_prefill` selects among as many, and a source its own positions, too, if it
-publishes more.
+publishes more, but not all.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sparse_indexer.devices import is_captured, resolve_device
+from sparse_indexer.devices import forbids_loading, resolve_device
 from sparse_indexer.errors import JitError, describe, mismatch
 from sparse_indexer.jit.artifacts import device_artifact, host_artifact
 from sparse_indexer.jit.cache import Stored
@@ -116,7 +116,7 @@ def _capability(kernel: Kernel, device: torch.device) -> tuple[int, int]:
 
 
 def _refuse_capture(kernel: Kernel, device: torch.device) -> None:
-    if device.type == "cuda" and is_captured(device):
+    if device.type == "cuda" and forbids_loading(device):
         raise JitError(
             f"{kernel.name} is not loaded on {device}, and a CUDA graph is being captured\n"
             f"  hint: call sparse_indexer.jit.warmup({str(device)!r}) before the capture"
