@@ -66,9 +66,9 @@ def quad_scopes(
     """As many requests at a time as half the budget holds the keys of, but at least one.
 
     Args:
-        n: blocks of a row in the tables, of which all are candidates that are scored, but where
-            there are more than these in the context: `few` of them, if that is fewer.
-        tables: they are there; else they are in scratch.
+        n: blocks of a row in the tables. All are scored as candidates, but in a context of more
+            blocks only the best `few`, if that is fewer.
+        tables: those of n blocks are not in scratch.
         one_kernel: candidates may be scored and selected by one, where that pays and fits.
     """
     plan = inputs.plan
