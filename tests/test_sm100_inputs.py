@@ -303,6 +303,15 @@ def test_a_package_without_candidates_is_too_old() -> None:
         Sm100Indexer("cpu", deep_gemm=old)
 
 
+@pytest.mark.parametrize(
+    ("given", "got"), [(testing.DeepGemmEmulator, "a type"), (3, "3"), ("deep_gemm", "'deep_gemm'")]
+)
+def test_what_is_no_package_is_refused(given: object, got: str) -> None:
+    message = rf"^deep_gemm: expected the module deep_gemm, an emulator .*, got {got}$"
+    with pytest.raises(ValueError, match=message):
+        Sm100Indexer("cpu", deep_gemm=given)
+
+
 def test_a_package_that_cannot_be_inspected_is_refused() -> None:
     opaque = SimpleNamespace(**dict.fromkeys(FUNCTIONS, min), __version__="0.2.9")
     with pytest.raises(ValueError, match="no signature"):
@@ -324,6 +333,7 @@ def test_on_a_cpu_the_emulator_is_named() -> None:
     assert EMULATED.endswith("=sparse_indexer.testing.DeepGemmEmulator()")
     assert Sm100Indexer("cpu", deep_gemm=testing.DeepGemmEmulator()).topk_blocks == 2048
     assert testing.OlderDeepGemmEmulator is EMULATORS["older"]
+    assert {"DeepGemmEmulator", "OlderDeepGemmEmulator"} <= {*dir(testing)}
     with pytest.raises(AttributeError, match="no attribute 'Emulator'"):
         _ = testing.Emulator
 

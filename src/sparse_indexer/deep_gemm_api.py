@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from types import ModuleType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -117,10 +118,15 @@ class DeepGemm:
         module: `deep_gemm` or what has its functions; `None`: the package is imported.
 
     Raises:
+        ValueError: `deep_gemm` is neither a module nor an object with its functions.
         BackendUnavailable: it is missing, cannot be imported, or is too old.
     """
 
     def __init__(self, module: Any = None) -> None:
+        is_one = isinstance(module, ModuleType) or any(hasattr(module, f) for f in _FUNCTIONS)
+        if isinstance(module, type) or not (module is None or is_one):
+            want = "the module deep_gemm, an emulator (made, not its class) or None"
+            raise mismatch("deep_gemm", want, describe(module))
         if module is None:
             try:
                 module = importlib.import_module("deep_gemm")

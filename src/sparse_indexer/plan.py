@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from itertools import accumulate
 
 import msgspec
 import torch
 
+from sparse_indexer.aliasing import Addresses, addresses
 from sparse_indexer.errors import (
     describe,
     expect_indices,
@@ -21,10 +23,12 @@ from sparse_indexer.formats import INT32_MAX
 _INT32 = (torch.int32,)
 
 
-class PrefillPlan(msgspec.Struct, frozen=True, eq=False, kw_only=True):
+class PrefillPlan(msgspec.Struct, frozen=True, eq=False, kw_only=True, dict=True):
     """Which positions each row of a forward pass may see, and where their keys are.
 
     Made once a forward by `plan_prefill`, or directly from device tensors an engine already has.
+    They are not copied: from a publish on they must not change as long as its candidates are used
+    (a graph that has captured all of that may be replayed with other values).
 
     Attributes:
         compressed_lens: `[rows]` int32: positions the row may see, `(token position + 1) // ratio`.
@@ -97,6 +101,11 @@ class PrefillPlan(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     def tensors(self) -> list[torch.Tensor]:
         """All of the plan's tensors."""
         return [t for t in msgspec.structs.astuple(self) if isinstance(t, torch.Tensor)]
+
+    @functools.cached_property
+    def addresses(self) -> list[Addresses]:
+        """Where the plan's tensors are."""
+        return [addresses(t) for t in self.tensors]
 
     def check(self) -> None:
         """Check the values, too. Synchronizes with the device.

@@ -22,6 +22,7 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
+from sparse_indexer.aliasing import addresses, expect_apart
 from sparse_indexer.errors import describe, expect_tensor, mismatch
 from sparse_indexer.inputs import PrefillIndexerInputs, PrefillPlan, expect_out_positions
 
@@ -61,8 +62,9 @@ class Candidates:
 class CandidateIndexer(Protocol):
     """A sparse-attention indexer for prefill.
 
-    All methods raise `ValueError` for a wrong shape, dtype, device or length; none of them reads
-    a device value back on the host, except those of the `mask` backend on a CPU or in float64.
+    All methods raise `ValueError` for a wrong shape, dtype, device or length, and for
+    `out_positions` in the memory of the plan or of candidates that are read; none of them reads a
+    device value back on the host, except those of the `mask` backend on a CPU or in float64.
     """
 
     name: str
@@ -147,7 +149,8 @@ def expect_call(
     if plan.device != indexer.device:
         raise mismatch("inputs", f"tensors on {indexer.device}", str(plan.device))
     if wanted or out_positions is not None:
-        expect_out_positions(out_positions, plan.num_rows, indexer.topk, indexer.device)
+        out = expect_out_positions(out_positions, plan.num_rows, indexer.topk, indexer.device)
+        expect_apart("out_positions", out, "the plan's", lambda: plan.tensors, plan.addresses)
 
 
 def expect_candidates(
@@ -167,6 +170,12 @@ def expect_candidates(
             if not torch.equal(getattr(own, name), getattr(plan, name)):
                 raise mismatch("candidates", f"a plan with the {name} of the inputs", "another")
     return blocks
+
+
+def expect_not_published(out_positions: torch.Tensor, blocks: torch.Tensor) -> None:
+    """`ValueError` if they are written into the candidates' blocks, which are read meanwhile."""
+    places = (addresses(blocks),)
+    expect_apart("out_positions", out_positions, "the candidates'", lambda: (blocks,), places)
 
 
 def expect_published(candidates: Candidates, device: torch.device) -> torch.Tensor:

@@ -40,6 +40,7 @@ from sparse_indexer.protocol import (
     Candidates,
     expect_call,
     expect_candidates,
+    expect_not_published,
     expect_published,
     on_its_device,
 )
@@ -169,6 +170,7 @@ class Sm100Indexer:
         else:
             table = expect_candidates(candidates, inputs, self.device)
             table = aligned(_expect_columns(table))
+        expect_not_published(out_positions, table)
         if not plan.num_rows:
             return
         n = table.shape[1]

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Do tensors share memory? By addresses: no value is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sparse_indexer.errors import mismatch
+
+Addresses = tuple[int, int]
+
+
+def addresses(tensor: torch.Tensor) -> Addresses:
+    """Of its first byte, and of what follows the last one."""
+    first, shape, elements = tensor.data_ptr(), tensor.shape, 1
+    if 0 in shape:
+        return first, first
+    for n, step in zip(shape, tensor.stride(), strict=True):
+        elements += (n - 1) * step
+    return first, first + elements * tensor.itemsize
+
+
+def expect_apart(
+    argument: str,
+    tensor: torch.Tensor,
+    what: str,
+    others: Callable[[], Iterable[torch.Tensor]],
+    places: Iterable[Addresses],
+) -> None:
+    """`ValueError` if writing `tensor` would change one of `others`; last dimensions contiguous.
+
+    Args:
+        places: the addresses of `others`, which are asked for only where these meet.
+    """
+    first, stop = addresses(tensor)
+    for other, other_stop in places:
+        if first < other_stop and other < stop and any(_overlap(tensor, x) for x in others()):
+            raise mismatch(argument, f"memory that is not {what}", "a tensor of the same memory")
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if not a.numel() or not b.numel():
+        return False
+    (a_first, a_stop), (b_first, b_stop) = _rows(a), _rows(b)
+    order = np.argsort(b_first, kind="stable")
+    # Of b's rows that begin before a row of a ends, the last: no other reaches further.
+    before = np.searchsorted(b_first[order], a_stop) - 1
+    reaches = np.maximum.accumulate(b_stop[order])[np.maximum(before, 0)]
+    return bool(((before >= 0) & (reaches > a_first)).any())
+
+
+def _rows(tensor: torch.Tensor) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Addresses of each row's first byte, and of what follows its last one."""
+    first = np.full(1, tensor.data_ptr(), np.int64)
+    for n, step in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
+        first = (first[:, None] + np.arange(n) * step * tensor.itemsize).ravel()
+    return first, first + tensor.shape[-1] * tensor.itemsize
