@@ -3,43 +3,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from sparse_indexer.errors import mismatch
+Place = tuple[int, int, torch.Tensor]
+"""A tensor, and the addresses of its first byte and of what follows the last one."""
 
-Addresses = tuple[int, int]
 
-
-def addresses(tensor: torch.Tensor) -> Addresses:
-    """Of its first byte, and of what follows the last one."""
+def place(tensor: torch.Tensor) -> Place:
+    """Where a tensor is; asked once for what is read often."""
     first, shape, elements = tensor.data_ptr(), tensor.shape, 1
     if 0 in shape:
-        return first, first
+        return first, first, tensor
     for n, step in zip(shape, tensor.stride(), strict=True):
         elements += (n - 1) * step
-    return first, first + elements * tensor.itemsize
+    return first, first + elements * tensor.itemsize, tensor
 
 
-def expect_apart(
-    argument: str,
-    tensor: torch.Tensor,
-    what: str,
-    others: Callable[[], Iterable[torch.Tensor]],
-    places: Iterable[Addresses],
-) -> None:
-    """`ValueError` if writing `tensor` would change one of `others`; last dimensions contiguous.
-
-    Args:
-        places: the addresses of `others`, which are asked for only where these meet.
-    """
-    first, stop = addresses(tensor)
-    for other, other_stop in places:
-        if first < other_stop and other < stop and any(_overlap(tensor, x) for x in others()):
-            raise mismatch(argument, f"memory that is not {what}", "a tensor of the same memory")
+def shares_memory(tensor: torch.Tensor, *places: Sequence[Place]) -> bool:
+    """Whether it has an element in common with any of them; last dimensions are contiguous."""
+    first, stop, _ = place(tensor)
+    for some in places:
+        for other_first, other_stop, other in some:
+            if first < other_stop and other_first < stop and _overlap(tensor, other):
+                return True
+    return False
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:

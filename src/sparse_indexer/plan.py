@@ -10,7 +10,7 @@ from itertools import accumulate
 import msgspec
 import torch
 
-from sparse_indexer.aliasing import Addresses, addresses
+from sparse_indexer.aliasing import Place, place
 from sparse_indexer.errors import (
     describe,
     expect_indices,
@@ -103,9 +103,9 @@ class PrefillPlan(msgspec.Struct, frozen=True, eq=False, kw_only=True, dict=True
         return [t for t in msgspec.structs.astuple(self) if isinstance(t, torch.Tensor)]
 
     @functools.cached_property
-    def addresses(self) -> list[Addresses]:
+    def places(self) -> list[Place]:
         """Where the plan's tensors are."""
-        return [addresses(t) for t in self.tensors]
+        return [place(tensor) for tensor in self.tensors]
 
     def check(self) -> None:
         """Check the values, too. Synchronizes with the device.

@@ -17,12 +17,12 @@ The rules of a selection (bit for bit given the same logits):
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import cached_property, wraps
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
-from sparse_indexer.aliasing import addresses, expect_apart
+from sparse_indexer.aliasing import Place, place, shares_memory
 from sparse_indexer.errors import describe, expect_tensor, mismatch
 from sparse_indexer.inputs import PrefillIndexerInputs, PrefillPlan, expect_out_positions
 
@@ -52,6 +52,11 @@ class Candidates:
     def blocks(self) -> torch.Tensor:
         """`[rows, topk_blocks]` int32: ascending ids of each row's blocks, then `INT32_MAX`."""
         return self._blocks
+
+    @cached_property
+    def places(self) -> Sequence[Place]:
+        """Where the blocks are that `blocks` gives; none if it makes them anew."""
+        return (place(self._blocks),)
 
     @property
     def num_rows(self) -> int:
@@ -139,10 +144,14 @@ def expect_call(
     indexer: CandidateIndexer,
     inputs: PrefillIndexerInputs,
     out_positions: torch.Tensor | None,
+    candidates: object = None,
     *,
     wanted: bool = False,
 ) -> None:
-    """`ValueError` unless these are an indexer's inputs and, given or `wanted`, its output."""
+    """`ValueError` unless these are an indexer's inputs and, given or `wanted`, its output.
+
+    Nor may that be written into the plan, or into the blocks of `candidates`.
+    """
     if not isinstance(inputs, PrefillIndexerInputs):
         raise mismatch("inputs", "PrefillIndexerInputs", describe(inputs))
     plan = inputs.plan
@@ -150,7 +159,10 @@ def expect_call(
         raise mismatch("inputs", f"tensors on {indexer.device}", str(plan.device))
     if wanted or out_positions is not None:
         out = expect_out_positions(out_positions, plan.num_rows, indexer.topk, indexer.device)
-        expect_apart("out_positions", out, "the plan's", lambda: plan.tensors, plan.addresses)
+        published = candidates.places if isinstance(candidates, Candidates) else ()
+        if shares_memory(out, plan.places, published):
+            want = "memory of its own, neither the plan's nor the candidates'"
+            raise mismatch("out_positions", want, "a tensor of the same memory")
 
 
 def expect_candidates(
@@ -170,12 +182,6 @@ def expect_candidates(
             if not torch.equal(getattr(own, name), getattr(plan, name)):
                 raise mismatch("candidates", f"a plan with the {name} of the inputs", "another")
     return blocks
-
-
-def expect_not_published(out_positions: torch.Tensor, blocks: torch.Tensor) -> None:
-    """`ValueError` if they are written into the candidates' blocks, which are read meanwhile."""
-    places = (addresses(blocks),)
-    expect_apart("out_positions", out_positions, "the candidates'", lambda: (blocks,), places)
 
 
 def expect_published(candidates: Candidates, device: torch.device) -> torch.Tensor:

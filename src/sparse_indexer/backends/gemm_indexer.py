@@ -24,7 +24,6 @@ from sparse_indexer.protocol import (
     Candidates,
     expect_call,
     expect_candidates,
-    expect_not_published,
     expect_published,
     on_its_device,
 )
@@ -96,9 +95,8 @@ class GemmIndexer(KernelIndexer):
         self, candidates: Candidates, inputs: PrefillIndexerInputs, out_positions: torch.Tensor
     ) -> None:
         """See `CandidateIndexer.select_prefill`. Takes any backend's candidates."""
-        expect_call(self, inputs, out_positions, wanted=True)
+        expect_call(self, inputs, out_positions, candidates, wanted=True)
         blocks = expect_candidates(candidates, inputs, self.device)
-        expect_not_published(out_positions, blocks)
         n = blocks.shape[1]
         needed = self.topk if self.topk < n * BLOCK_SIZE else INT32_MAX
         for tile in self._tiles(inputs, needed, blocks=n):

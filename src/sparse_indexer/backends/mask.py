@@ -20,7 +20,6 @@ from sparse_indexer.protocol import (
     Candidates,
     expect_call,
     expect_candidates,
-    expect_not_published,
     expect_published,
     on_its_device,
 )
@@ -119,9 +118,8 @@ class MaskIndexer:
         self, candidates: Candidates, inputs: PrefillIndexerInputs, out_positions: torch.Tensor
     ) -> None:
         """See `CandidateIndexer.select_prefill`. Takes any backend's candidates."""
-        expect_call(self, inputs, out_positions, wanted=True)
+        expect_call(self, inputs, out_positions, candidates, wanted=True)
         blocks = expect_candidates(candidates, inputs, self.device)
-        expect_not_published(out_positions, blocks)
         for tile in self._tiles(inputs):
             best = self._unused(tile, self.topk)
             tile_blocks = blocks[tile.rows]

@@ -40,7 +40,6 @@ from sparse_indexer.protocol import (
     Candidates,
     expect_call,
     expect_candidates,
-    expect_not_published,
     expect_published,
     on_its_device,
 )
@@ -160,7 +159,7 @@ class Sm100Indexer:
         The publish made their schedules for its plan: with that plan object, or another one with
         the same `page_table` tensor, none is made here.
         """
-        expect_call(self, inputs, out_positions, wanted=True)
+        expect_call(self, inputs, out_positions, candidates, wanted=True)
         api, plan = self._deep_gemm, inputs.plan
         api.expect_dense(inputs)
         keys, pages = api.expect_pool(inputs)
@@ -170,7 +169,6 @@ class Sm100Indexer:
         else:
             table = expect_candidates(candidates, inputs, self.device)
             table = aligned(_expect_columns(table))
-        expect_not_published(out_positions, table)
         if not plan.num_rows:
             return
         n = table.shape[1]
