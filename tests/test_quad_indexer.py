@@ -40,6 +40,7 @@ def test_a_tail_of_another_stream_is_waited_for_before_it_is_read(
     plan = plan_prefill([10, 11, 12], [2, 1], request_starts=[0, 5])
     source = _QuadCandidates(plan, no_quads(plan), no_tables(no_quads(plan), 8), WGMMA)
     tail = indexer.prefill_tail(source, [1, 1])
+    assert source.places == ()  # nobody else has what is read
 
     def wait(ready: Ready, tensors: Iterable[torch.Tensor]) -> None:
         seen.append("waited" if ready is tail.ready else "other")

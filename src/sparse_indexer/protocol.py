@@ -55,8 +55,9 @@ class Candidates:
 
     @cached_property
     def places(self) -> Sequence[Place]:
-        """Where the blocks are that `blocks` gives; none if it makes them anew."""
-        return (place(self._blocks),)
+        """Where the blocks are that `blocks` gives; none if a subclass makes them anew."""
+        blocks = vars(self).get("_blocks")
+        return () if blocks is None else (place(blocks),)
 
     @property
     def num_rows(self) -> int:

@@ -40,8 +40,6 @@ _TABLES = ("candidate_quads", "index_k", "index_q", "row_quads", "topk")
 class _QuadCandidates(Candidates):
     """Tables by slot. `blocks`, by row, is made anew for whoever asks."""
 
-    places = ()
-
     def __init__(
         self, plan: PrefillPlan, quads: Quads, tables: Tables, kernels: QuadKernels
     ) -> None:
