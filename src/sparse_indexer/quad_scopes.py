@@ -121,7 +121,7 @@ def quad_scopes(
         yield Scope(keys, first, longest, scored, own_tables, tiles, scratch, slots, counters)
 
 
-@functools.lru_cache(256)
+@functools.lru_cache(64)  # as `quads` keeps layouts, for a few kinds of calls
 def _planned(
     rows: tuple[int, ...],
     requests: tuple[RequestQuads, ...],

@@ -63,7 +63,7 @@ class Tables(NamedTuple):
     counts: torch.Tensor  # [quads, 2] int32
 
 
-@functools.lru_cache(256)
+@functools.lru_cache(32)  # of a forward or two: a key is as long as there are requests
 def _layout(rows: tuple[int, ...], contexts: tuple[int, ...]) -> tuple[RequestQuads, ...]:
     requests = []
     quad = block = 0
