@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Candidates of the backends that score quads, on a CPU: what is read when, and recorded."""
 
-from collections.abc import Iterable
 from contextlib import nullcontext
 
 import pytest
@@ -42,9 +41,9 @@ def test_a_tail_of_another_stream_is_waited_for_before_it_is_read(
     tail = indexer.prefill_tail(source, [1, 1])
     assert source.places == ()  # nobody else has what is read
 
-    def wait(ready: Ready, tensors: Iterable[torch.Tensor]) -> None:
+    def wait(ready: Ready) -> None:
         seen.append("waited" if ready is tail.ready else "other")
-        waited.update(map(id, tensors))
+        waited.update(map(id, ready.tensors))
 
     rows_by_request = PrefillPlan.rows_by_request
 

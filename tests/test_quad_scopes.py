@@ -7,18 +7,18 @@ import re
 import pytest
 import torch
 
-from sparse_indexer.quad_scopes import _planned
+from sparse_indexer.quad_scopes import Scoring, _planned
 from sparse_indexer.quads import _layout
 
 MiB = 1 << 20
 
 
 def plan(rows: list[int], contexts: list[int], budget: int, **changed: int) -> list[object]:
-    options = {"few": 65, "tables": True, "dense": True, "select": True, "ctas": 0, **changed}
+    options = {"few": 65, "tables": True, "dense": True, "select": True, **changed}
+    ctas = options.pop("ctas", 0)
+    call = Scoring(torch.uint8, 32, 100, **options, one_kernel=ctas > 0, budget=budget)
     requests = _layout(tuple(rows), tuple(contexts))
-    made, nbytes = _planned(
-        tuple(rows), requests, 100, torch.uint8, 32, **options, least_quads=8, budget=budget
-    )
+    made, nbytes = _planned(tuple(rows), requests, call, ctas, 8)
     assert nbytes <= budget
     covered = [quad for one in made for tile in one.tiles for quad in range(tile.start, tile.stop)]
     assert covered == list(range(sum(request.quads for request in requests)))

@@ -2,7 +2,6 @@
 """The sm100 backend on a CPU, over an emulated DeepGEMM of either generation."""
 
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -164,10 +163,10 @@ def test_a_tail_of_another_stream_is_waited_for_before_it_is_read(
     tail_lens = [0, 3, 1, 4, 0, 0, 2]
     tail = indexer.prefill_tail(indexer.publish_prefill(source), tail_lens)
 
-    def wait(ready: Ready, tensors: Iterable[torch.Tensor]) -> None:
+    def wait(ready: Ready) -> None:
         if ready is tail.ready:
             seen.append("waited")
-            waited.update(t.untyped_storage().data_ptr() for t in tensors)
+            waited.update(t.untyped_storage().data_ptr() for t in ready.tensors)
 
     rows_by_request = PrefillPlan.rows_by_request
 

@@ -17,7 +17,7 @@ def place(tensor: torch.Tensor) -> Place:
     """Where a tensor is; asked once for what is read often."""
     first, shape, elements = tensor.data_ptr(), tensor.shape, 1
     if 0 in shape:
-        return first, first, tensor
+        return 0, 0, tensor
     for n, step in zip(shape, tensor.stride(), strict=True):
         elements += (n - 1) * step
     return first, first + elements * tensor.itemsize, tensor
@@ -34,19 +34,16 @@ def shares_memory(tensor: torch.Tensor, *places: Sequence[Place]) -> bool:
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if not a.numel() or not b.numel():
-        return False
-    (a_first, a_stop), (b_first, b_stop) = _rows(a), _rows(b)
-    order = np.argsort(b_first, kind="stable")
-    # Of b's rows that begin before a row of a ends, the last: no other reaches further.
-    before = np.searchsorted(b_first[order], a_stop) - 1
-    reaches = np.maximum.accumulate(b_stop[order])[np.maximum(before, 0)]
-    return bool(((before >= 0) & (reaches > a_first)).any())
+    a_first, b_first = _rows(a), np.sort(_rows(b))
+    a_bytes, b_bytes = (x.shape[-1] * x.itemsize for x in (a, b))
+    # Of b's rows that begin before one of a's ends, the last, which reaches the furthest.
+    last = np.searchsorted(b_first, a_first + a_bytes) - 1
+    return bool(((last >= 0) & (b_first[last] + b_bytes > a_first)).any())
 
 
-def _rows(tensor: torch.Tensor) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Addresses of each row's first byte, and of what follows its last one."""
+def _rows(tensor: torch.Tensor) -> npt.NDArray[np.int64]:
+    """The address of each row's first byte."""
     first = np.full(1, tensor.data_ptr(), np.int64)
     for n, step in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
         first = (first[:, None] + np.arange(n) * step * tensor.itemsize).ravel()
-    return first, first + tensor.shape[-1] * tensor.itemsize
+    return first

@@ -52,9 +52,7 @@ def current(device: torch.device) -> AbstractContextManager[None]:
 
 def is_captured(device: torch.device) -> bool:
     """Is the current stream of a GPU, whichever is the current one, being captured?"""
-    if device.index == torch.cuda.current_device():
-        return torch.cuda.is_current_stream_capturing()
-    with torch.cuda.device(device):
+    with current(device):
         return torch.cuda.is_current_stream_capturing()
 
 
@@ -63,7 +61,7 @@ def forbids_loading(device: torch.device) -> bool:
 
     What is refused while a stream is captured is refused for all GPUs of the process.
     """
-    return is_captured(device) or is_captured(torch.device("cuda", torch.cuda.current_device()))
+    return torch.cuda.is_current_stream_capturing() or is_captured(device)
 
 
 def no_autocast(device: torch.device) -> torch.autocast:

@@ -48,9 +48,14 @@ def _pool_of(device: torch.device) -> torch.cuda.MemPool:
 
 
 class Ready:
-    """Work queued so far on the current stream of a device; nothing on a CPU."""
+    """Work queued so far on the current stream of a device; nothing on a CPU.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        tensors: all that other streams will read, the plan's, too: nobody else may hold a tail's.
+    """
+
+    def __init__(self, device: torch.device, tensors: Iterable[torch.Tensor]) -> None:
+        self.tensors = tuple(tensors)
         self._device = device
         self._handle = 0  # of the stream
         self._event: torch.cuda.Event | None = None
@@ -60,8 +65,8 @@ class Ready:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(stream)
 
-    def wait(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Let the current stream read what the work wrote: all of `tensors` that it will."""
+    def wait(self) -> None:
+        """Let the current stream read what the work wrote."""
         if self._event is None:
             return
         # Twice as fast as a `Stream` to compare, and the same stream as a rule.
@@ -71,5 +76,5 @@ class Ready:
             return
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(self._event)
-        for tensor in tensors:
+        for tensor in self.tensors:
             tensor.record_stream(stream)

@@ -55,9 +55,8 @@ class PairCandidates(Candidates):
         super().__init__(table, plan)
         self.schedules = schedules  # None: the source's keys cannot be scored as candidates
         tiles = [] if schedules is None else schedules.tiles
-        # The plan's, too: nobody else may hold that of a tail.
-        self._read = (table, *plan.tensors, *(tile.metadata for tile in tiles))
-        self.ready = Ready(plan.device)
+        metadata = (tile.metadata for tile in tiles)
+        self.ready = Ready(plan.device, (table, *plan.tensors, *metadata))
 
     @property
     def blocks(self) -> torch.Tensor:
@@ -67,7 +66,7 @@ class PairCandidates(Candidates):
 
     def wait(self) -> None:
         """Let the current stream read the table, the plan and the schedules."""
-        self.ready.wait(self._read)
+        self.ready.wait()
 
     def tiles_for(
         self, plan: PrefillPlan, pages: Pages, *, budget: int, num_sms: int

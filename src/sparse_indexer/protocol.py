@@ -23,6 +23,7 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 import torch
 
 from sparse_indexer.aliasing import Place, place, shares_memory
+from sparse_indexer.devices import current
 from sparse_indexer.errors import describe, expect_tensor, mismatch
 from sparse_indexer.inputs import PrefillIndexerInputs, PrefillPlan, expect_out_positions
 
@@ -131,12 +132,8 @@ def on_its_device(
 
     @wraps(method)
     def call(indexer: _Indexer, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        chosen = without if torch.is_grad_enabled() else method
-        device = indexer.device
-        if device.type != "cuda" or device.index == torch.cuda.current_device():
-            return chosen(indexer, *args, **kwargs)
-        with torch.cuda.device(device):
-            return chosen(indexer, *args, **kwargs)
+        with current(indexer.device):
+            return (without if torch.is_grad_enabled() else method)(indexer, *args, **kwargs)
 
     return call
 

@@ -25,6 +25,20 @@ UNIT_BLOCKS = 64  # what dense_block_keys scores at least
 _ONE_KERNEL_QUADS = 8
 
 
+class Scoring(NamedTuple):
+    """What a call scores, and in how much scratch."""
+
+    element: torch.dtype  # of packed keys and queries
+    heads: int  # 32 or 64
+    n: int  # blocks of a row in the tables; all are scored as candidates
+    few: int  # but at most so many in a context of more than n
+    tables: bool  # those of n blocks are not in scratch
+    dense: bool  # the whole context is scored first, for block keys
+    select: bool  # candidates are scored
+    one_kernel: bool  # and may be selected by the same kernel, where that pays and fits
+    budget: int  # bytes
+
+
 class Scope(NamedTuple):
     """Requests whose keys are packed at the same time, and tiles of their quads."""
 
@@ -49,54 +63,23 @@ class _Planned(NamedTuple):
     slots: tuple[int, ...] | None  # the shape of those
 
 
-def quad_scopes(
-    inputs: PrefillIndexerInputs,
-    quads: Quads,
-    n: int,
-    element: torch.dtype,
-    heads: int,
-    *,
-    few: int,
-    tables: bool,
-    dense: bool,
-    select: bool,
-    one_kernel: bool,
-    budget: int,
-) -> Iterator[Scope]:
-    """As many requests at a time as half the budget holds the keys of, but at least one.
-
-    Args:
-        n: blocks of a row in the tables. All are scored as candidates, but in a context of more
-            blocks only the best `few`, if that is fewer.
-        tables: those of n blocks are not in scratch.
-        one_kernel: candidates may be scored and selected by one, where that pays and fits.
-    """
+def quad_scopes(inputs: PrefillIndexerInputs, quads: Quads, call: Scoring) -> Iterator[Scope]:
+    """As many requests at a time as half the budget holds the keys of, but at least one."""
     plan = inputs.plan
     where = plan.page_table if plan.page_table is not None else plan.key_starts
     assert where is not None
-    elements = _block_elements(element)
-    ctas = _sm_count(plan.device) if one_kernel else 0
+    ctas = _sm_count(plan.device) if call.one_kernel else 0
     planned, nbytes = _planned(
-        tuple(plan.rows_per_request),
-        quads.requests,
-        n,
-        element,
-        heads,
-        few=few,
-        tables=tables,
-        dense=dense,
-        select=select,
-        ctas=ctas,
-        least_quads=_ONE_KERNEL_QUADS * ctas,
-        budget=budget,
+        tuple(plan.rows_per_request), quads.requests, call, ctas, _ONE_KERNEL_QUADS * ctas
     )
     if not planned:
         return
     # One for all groups: two of them would be two budgets while the second is made.
-    scratch = Scratch(nbytes, budget, plan.device)
+    scratch = Scratch(nbytes, call.budget, plan.device)
+    elements = _block_elements(call.element)
     for (begin, end, blocks, longest), scored, own_tables, tiles, shape in planned:
         base = quads.requests[begin]
-        keys = scratch.clear().take((blocks + UNIT_BLOCKS, elements), element)
+        keys = scratch.clear().take((blocks + UNIT_BLOCKS, elements), call.element)
         slots = counters = None
         if shape is not None:
             slots = scratch.take(shape, torch.float32)
@@ -125,17 +108,9 @@ def quad_scopes(
 def _planned(
     rows: tuple[int, ...],
     requests: tuple[RequestQuads, ...],
-    n: int,
-    element: torch.dtype,
-    heads: int,
-    *,
-    few: int,
-    tables: bool,
-    dense: bool,
-    select: bool,
+    call: Scoring,
     ctas: int,
     least_quads: int,
-    budget: int,
 ) -> tuple[tuple[_Planned, ...], int]:
     """What of `quad_scopes` no tensor is needed for, and the scratch that it takes.
 
@@ -144,18 +119,19 @@ def _planned(
         ctas: of the one kernel; 0: it is not to be taken.
         least_quads: of a tile, for it to pay.
     """
+    element, n, budget = call.element, call.n, call.budget
     block_bytes = _block_elements(element) * element.itemsize
-    query_bytes = 4 * heads * (HEAD_DIM * element.itemsize + 4)
+    query_bytes = 4 * call.heads * (HEAD_DIM * element.itemsize + 4)
 
     def candidates(longest: int) -> tuple[int, bool]:
         """How many are scored, and whether their tables are in scratch."""
-        scored = min(n, few) if longest > n else n
-        return scored, not tables or scored < n
+        scored = min(n, call.few) if longest > n else n
+        return scored, not call.tables or scored < n
 
     def quad_bytes(longest: int) -> int:
-        width = -(-longest // UNIT_BLOCKS) * UNIT_BLOCKS if dense else 0
+        width = -(-longest // UNIT_BLOCKS) * UNIT_BLOCKS if call.dense else 0
         scored, own_tables = candidates(longest)
-        columns = min(scored, longest) * BLOCK_SIZE if select else 0
+        columns = min(scored, longest) * BLOCK_SIZE if call.select else 0
         of_tables = tables_bytes(scored, longest) if own_tables else 0
         return query_bytes + 16 * max(width, columns) + of_tables
 

@@ -18,7 +18,7 @@ from sparse_indexer.ops.fused_block_keys import fused_block_keys
 from sparse_indexer.ops.fused_candidate_logits import fused_candidate_logits
 from sparse_indexer.ops.index_q import index_q
 from sparse_indexer.ops.topk import topk
-from sparse_indexer.quad_scopes import UNIT_BLOCKS, quad_scopes
+from sparse_indexer.quad_scopes import UNIT_BLOCKS, Scoring, quad_scopes
 from sparse_indexer.quads import Quads, Tables, empty_tables, merge_blocks
 
 MAX_HEADS = 64
@@ -102,12 +102,10 @@ def score(
     queries = _contiguous(inputs.index_q)
     head_weights = inputs.head_weights.contiguous()
     starts = plan.request_starts
-    scopes = quad_scopes(
-        inputs,
-        quads,
-        n,
+    call = Scoring(
         element,
         heads,
+        n,
         few=out_positions.shape[1] + 1 if dense and out_positions is not None else n,
         tables=tables is not None,
         dense=dense,
@@ -121,7 +119,7 @@ def score(
         ),
         budget=budget,
     )
-    for scope in scopes:
+    for scope in quad_scopes(inputs, quads, call):
         columns = min(scope.scored, scope.max_blocks)
         width = -(-scope.max_blocks // UNIT_BLOCKS) * UNIT_BLOCKS
         for tile in scope.tiles:

@@ -37,13 +37,12 @@ class GemmCandidates(Candidates):
     def __init__(self, plan: PrefillPlan, table: torch.Tensor) -> None:
         """`table` is `[rows, n]` int32: ascending block ids, then INT32_MAX."""
         super().__init__(table, plan)
-        self._read = (table, *plan.tensors)
-        self.ready = Ready(plan.device)
+        self.ready = Ready(plan.device, (table, *plan.tensors))
 
     @property
     def blocks(self) -> torch.Tensor:
         """See `Candidates.blocks`; the current stream may read them, and the plan."""
-        self.ready.wait(self._read)
+        self.ready.wait()
         return self._blocks
 
 

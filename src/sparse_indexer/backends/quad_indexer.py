@@ -47,9 +47,7 @@ class _QuadCandidates(Candidates):
         self.quads = quads
         self.tables = tables
         self.kernels = kernels  # that read the tables
-        # The plan's, too: nobody else may hold that of a tail.
-        self._read = (*tables, *quads[1:], *plan.tensors)
-        self.ready = Ready(plan.device)
+        self.ready = Ready(plan.device, (*tables, *quads[1:], *plan.tensors))
 
     @property
     def blocks(self) -> torch.Tensor:
@@ -58,7 +56,7 @@ class _QuadCandidates(Candidates):
 
     def wait(self) -> None:
         """Let the current stream read the tables and the plan."""
-        self.ready.wait(self._read)
+        self.ready.wait()
 
 
 class QuadIndexer(KernelIndexer):
