@@ -117,7 +117,9 @@ def quantize_fp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     exponent = torch.where(amax == 0, torch.full_like(exponent, -127), exponent)
     finite = amax <= _E2M1_MAX * 2.0**127
     codes = torch.where(finite, exponent + 127, torch.full_like(exponent, 255)).to(torch.uint8)
-    unit = torch.ldexp(torch.ones_like(amax), -exponent)
+    # 2^-exponent by its bits: torch's `ldexp` runs on the current device, whatever its tensors' is
+    # (pytorch/pytorch#189567).
+    unit = ((1023 - exponent.to(torch.int64)) << 52).view(torch.float64)
     scaled = torch.where(finite[..., None], groups * unit[..., None], torch.zeros_like(groups))
     nibbles = _e2m1_codes(scaled.flatten(-2))
     values = nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)
