@@ -10,7 +10,6 @@ from gpu_support import no_synchronization
 
 from sparse_indexer import (
     IndexKPool,
-    IndexQ,
     PrefillIndexerInputs,
     PrefillPlan,
     factory,
@@ -142,15 +141,3 @@ def test_pages_beyond_two_gigabytes() -> None:
     flat_plan = plan_prefill([63], [1], device="cuda:0")
     flat = PrefillIndexerInputs(flat_plan, queries, weights, keys)
     assert torch.equal(paged.dense_scores(), flat.dense_scores())
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_tensors_on_another_device_than_the_current_one() -> None:
-    queries, weights = palette_queries(2, 4, "fp8", seed=1, device="cuda:1")
-    keys = palette_keys(100, "fp8", seed=1, device="cuda:1")
-    plan = plan_prefill([99, 50], [2], device="cuda:1")
-    inputs = PrefillIndexerInputs(plan, IndexQ(queries.values, queries.scales), weights, keys)
-    out = torch.empty(2, 8, dtype=torch.int32, device="cuda:1")
-    make_candidate_indexer("cuda:1", topk=8, topk_blocks=9).publish_prefill(inputs, out)
-    assert torch.cuda.current_device() == 0
-    assert (out >= 0).all()

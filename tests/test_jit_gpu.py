@@ -18,7 +18,6 @@ from sparse_indexer.jit import load, warmup
 pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cuda", 0)
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +175,7 @@ def test_messages(entries: Any) -> None:
     assert out.isnan().all()
 
 
-@two_gpus
+@pytest.mark.two_gpus
 def test_another_device(entries: Any) -> None:
     """Tensors decide: the current device is neither asked nor changed."""
     kernel, other = scale_kernel(), torch.device("cuda", 1)

@@ -236,14 +236,11 @@ def test_a_graph_replays_with_other_lengths_queries_and_keys() -> None:
     assert torch.equal(out, seen[2].selected)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.two_gpus
 def test_tensors_on_another_device_than_the_current_one() -> None:
     found = []
     for device in (GPU, "cuda:1", GPU):
-        layers = exact_layers(SHORT, device=device)
-        torch.cuda.synchronize(device)  # what fails on the device is named by its line
-        got = run(quiet(device), *layers)
-        torch.cuda.synchronize(device)
+        got = run(quiet(device), *exact_layers(SHORT, device=device))
         found.append([tensor.cpu() for tensor in got[1:]])
         assert torch.cuda.current_device() == 0
     for other in found[1:]:

@@ -1,0 +1,264 @@
+// SPDX-License-Identifier: Apache-2.0
+// Lets one GPU pass for two, by LD_PRELOAD: cuda:1 is a second context on the GPU of cuda:0. A
+// launch that is given memory of another context than its own, which on two GPUs is an illegal
+// access, is written to the file that ONE_GPU_AS_TWO names, and so is how much was looked at.
+//
+// torch calls CUDA's runtime through the linker, so its functions are replaced by those of the same
+// name below; the runtime and our host modules ask dlsym or cuGetProcAddress for the driver's.
+#include <dlfcn.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <string>
+
+namespace {
+
+void* first = nullptr;   // the contexts
+void* second = nullptr;  // null until it is asked for
+long launches = 0, pointers = 0;
+
+[[noreturn]] void fail(const char* what) {
+  std::fprintf(stderr, "one_gpu_as_two: %s\n", what);
+  std::abort();
+}
+
+void* real_dlsym(void* library, const char* name) {
+  using Function = void* (*)(void*, const char*);
+  static const Function found = [] {
+    void* f = dlvsym(RTLD_NEXT, "dlsym", "GLIBC_2.34");
+    return reinterpret_cast<Function>(f ? f : dlvsym(RTLD_NEXT, "dlsym", "GLIBC_2.2.5"));
+  }();
+  return found(library, name);
+}
+
+void* find(void* library, const char* name) {
+  void* function = library == nullptr ? nullptr : real_dlsym(library, name);
+  if (function == nullptr) fail(name);
+  return function;
+}
+
+template <typename... Arguments>
+int driver(const char* name, Arguments... arguments) {
+  static void* const library = dlopen("libcuda.so.1", RTLD_NOW);
+  return reinterpret_cast<int (*)(Arguments...)>(find(library, name))(arguments...);
+}
+
+template <typename... Arguments>
+int runtime(const char* name, Arguments... arguments) {
+  static void* const library = [] {
+    void* newer = dlopen("libcudart.so.13", RTLD_NOW | RTLD_NOLOAD);
+    return newer ? newer : dlopen("libcudart.so.12", RTLD_NOW | RTLD_NOLOAD);
+  }();
+  return reinterpret_cast<int (*)(Arguments...)>(find(library, name))(arguments...);
+}
+
+void* current() {
+  void* context = nullptr;
+  driver("cuCtxGetCurrent", &context);
+  return context;
+}
+
+bool on_second() {
+  return second != nullptr && current() == second;
+}
+
+void* second_context() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    driver("cuInit", 0u);
+    void* before = current();
+    if (driver("cuDevicePrimaryCtxRetain", &first, 0) != 0) fail("cuDevicePrimaryCtxRetain");
+    if (driver("cuCtxCreate_v2", &second, 0u, 0) != 0) fail("cuCtxCreate");
+    driver("cuCtxSetCurrent", before);
+  });
+  return second;
+}
+
+int actual(int device) {
+  return device == 1 ? 0 : device;
+}
+
+void report(const std::string& line) {
+  const char* path = std::getenv("ONE_GPU_AS_TWO");
+  std::FILE* file = path == nullptr ? nullptr : std::fopen(path, "a");
+  if (file == nullptr) fail("ONE_GPU_AS_TWO: no file");
+  std::fprintf(file, "%s\n", line.c_str());
+  std::fclose(file);
+}
+
+// Looks at each word of an argument that is an address of device memory.
+void look(void* kernel, const char* argument, size_t size) {
+  constexpr int kContext = 1, kMemoryType = 2;
+  constexpr unsigned kDeviceMemory = 2;
+  for (size_t i = 0; i + 8 <= size; i += 8) {
+    unsigned long long word;
+    std::memcpy(&word, argument + i, 8);
+    // Padding may hold the upper half of an address beside a small number.
+    if (word >> 32 == 0 || word >> 48 != 0 || (word & 0xffffffff) < 1024) continue;
+    unsigned type = 0;
+    void* owner = nullptr;
+    if (driver("cuPointerGetAttribute", &type, kMemoryType, word) != 0) continue;
+    if (type != kDeviceMemory) continue;
+    if (driver("cuPointerGetAttribute", &owner, kContext, word) != 0) continue;
+    ++pointers;
+    if (owner == nullptr || owner == current()) continue;
+    const char* name = nullptr;
+    if (driver("cuFuncGetName", &name, kernel) != 0) driver("cuKernelGetName", &name, kernel);
+    const char* where = owner == second ? "cuda:1 on cuda:0" : "cuda:0 on cuda:1";
+    report(std::string("wrong: memory of ") + where + ": " + (name ? name : "a kernel"));
+  }
+}
+
+void look(void* kernel, void** arguments) {
+  if (second == nullptr || arguments == nullptr) return;
+  ++launches;
+  for (size_t i = 0;; ++i) {
+    size_t offset = 0, size = 0;
+    if (driver("cuFuncGetParamInfo", kernel, i, &offset, &size) != 0 &&
+        driver("cuKernelGetParamInfo", kernel, i, &offset, &size) != 0) {
+      return;
+    }
+    look(kernel, static_cast<const char*>(arguments[i]), size);
+  }
+}
+
+struct AtExit {
+  ~AtExit() {
+    if (second == nullptr) return;
+    report(std::to_string(launches) + " launches, " + std::to_string(pointers) + " pointers");
+  }
+} at_exit;
+
+// What stands for functions of the driver.
+
+int device_get(int* device, int ordinal) {
+  if (ordinal != 1) return driver("cuDeviceGet", device, ordinal);
+  *device = 1;
+  return 0;
+}
+
+int device_attribute(int* value, int attribute, int device) {
+  return driver("cuDeviceGetAttribute", value, attribute, actual(device));
+}
+
+int primary_context_retain(void** context, int device) {
+  if (device != 1) return driver("cuDevicePrimaryCtxRetain", context, device);
+  *context = second_context();
+  return 0;
+}
+
+int primary_context_state(int device, unsigned* flags, int* active) {
+  if (device != 1) return driver("cuDevicePrimaryCtxGetState", device, flags, active);
+  *flags = 0;
+  *active = second != nullptr;
+  return 0;
+}
+
+int context_get_device(int* device) {
+  int status = driver("cuCtxGetDevice", device);
+  if (on_second()) *device = 1;
+  return status;
+}
+
+int kernel_get_attribute(int* value, int attribute, void* kernel, int device) {
+  return driver("cuKernelGetAttribute", value, attribute, kernel, actual(device));
+}
+
+int kernel_set_attribute(int attribute, int value, void* kernel, int device) {
+  return driver("cuKernelSetAttribute", attribute, value, kernel, actual(device));
+}
+
+int launch(void* kernel, unsigned x, unsigned y, unsigned z, unsigned block_x, unsigned block_y,
+           unsigned block_z, unsigned shared, void* stream, void** arguments, void** extra) {
+  look(kernel, arguments);
+  return driver("cuLaunchKernel", kernel, x, y, z, block_x, block_y, block_z, shared, stream,
+                arguments, extra);
+}
+
+int launch_ex(const void* config, void* kernel, void** arguments, void** extra) {
+  look(kernel, arguments);
+  return driver("cuLaunchKernelEx", config, kernel, arguments, extra);
+}
+
+void* replaced(const char* name);
+
+int get_proc_address(const char* name, void** function, int version, uint64_t flags, void* status) {
+  constexpr uint64_t kPerThreadDefaultStream = 2;
+  int result = driver("cuGetProcAddress_v2", name, function, version, flags, status);
+  if (result == 0 && *function != nullptr && (flags & kPerThreadDefaultStream) == 0 &&
+      std::strncmp(name, "cuLaunchKernel", 14) == 0) {
+    if (void* ours = replaced(name)) *function = ours;
+  }
+  return result;
+}
+
+void* replaced(const char* name) {
+  const struct {
+    const char* name;
+    void* function;
+  } table[] = {
+      {"cuDeviceGet", reinterpret_cast<void*>(device_get)},
+      {"cuDeviceGetAttribute", reinterpret_cast<void*>(device_attribute)},
+      {"cuDevicePrimaryCtxRetain", reinterpret_cast<void*>(primary_context_retain)},
+      {"cuDevicePrimaryCtxGetState", reinterpret_cast<void*>(primary_context_state)},
+      {"cuCtxGetDevice", reinterpret_cast<void*>(context_get_device)},
+      {"cuKernelGetAttribute", reinterpret_cast<void*>(kernel_get_attribute)},
+      {"cuKernelSetAttribute", reinterpret_cast<void*>(kernel_set_attribute)},
+      {"cuLaunchKernel", reinterpret_cast<void*>(launch)},
+      {"cuLaunchKernelEx", reinterpret_cast<void*>(launch_ex)},
+      {"cuGetProcAddress_v2", reinterpret_cast<void*>(get_proc_address)},
+  };
+  for (const auto& entry : table) {
+    if (std::strcmp(entry.name, name) == 0) return entry.function;
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+extern "C" {
+
+void* dlsym(void* library, const char* name) noexcept {
+  void* ours = std::strncmp(name, "cu", 2) == 0 ? replaced(name) : nullptr;
+  return ours ? ours : real_dlsym(library, name);
+}
+
+int cudaGetDeviceCount(int* count) {
+  int status = runtime("cudaGetDeviceCount", count);
+  if (status == 0) *count = 2;
+  return status;
+}
+
+int cudaGetDevice(int* device) {
+  if (!on_second()) return runtime("cudaGetDevice", device);
+  *device = 1;
+  return 0;
+}
+
+int cudaSetDevice(int device) {
+  if (device == 1) return driver("cuCtxSetCurrent", second_context());
+  if (on_second()) driver("cuCtxSetCurrent", first);
+  return runtime("cudaSetDevice", device);
+}
+
+int cudaGetDeviceProperties(void* properties, int device) {
+  return runtime("cudaGetDeviceProperties", properties, actual(device));
+}
+
+int cudaGetDeviceProperties_v2(void* properties, int device) {  // as CUDA 12 names it
+  return runtime("cudaGetDeviceProperties_v2", properties, actual(device));
+}
+
+int cudaDeviceGetAttribute(int* value, int attribute, int device) {
+  return runtime("cudaDeviceGetAttribute", value, attribute, actual(device));
+}
+
+int cudaDeviceCanAccessPeer(int* can, int, int) {
+  *can = 0;
+  return 0;
+}
+}

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What needs two GPUs, on one: the second is another context; see jit_csrc/one_gpu_as_two.cc.
+
+All launches, torch's too, are asked whether they are given memory of the other one.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sparse_indexer.jit.compilers import find_host_compiler
+
+pytestmark = pytest.mark.gpu
+
+TESTS = Path(__file__).parent
+MISTAKE = """
+import torch
+others = torch.ones(1000, device="cuda:0")
+a = torch.ones(1000, device="cuda:0")
+b = torch.ones(1000, device="cuda:1")
+print(a.sum().item(), b.sum().item(), torch.cuda.current_device())
+storage = torch._C._construct_storage_from_data_pointer(a.data_ptr(), b.device, 4000)
+b.set_(storage, 0, (1000,)).add_(1)  # a launch on cuda:1
+torch.cuda.synchronize(1)
+"""
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler = find_host_compiler()
+    assert compiler is not None
+    out = tmp_path_factory.mktemp("library") / "one_gpu_as_two.so"
+    source = TESTS / "jit_csrc" / "one_gpu_as_two.cc"
+    flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-ldl", "-lpthread"]
+    subprocess.run([*compiler.command, str(source), *flags, "-o", str(out)], check=True)
+    return out
+
+
+def run(library: Path, log: Path, *arguments: str) -> tuple[str, list[str]]:
+    """Output of a Python that sees two GPUs, and the lines of the log."""
+    environ = dict(os.environ, LD_PRELOAD=str(library), ONE_GPU_AS_TWO=str(log))
+    done = subprocess.run(
+        [sys.executable, *arguments], env=environ, capture_output=True, text=True, timeout=300
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output[-4000:]
+    return output, log.read_text().splitlines()
+
+
+def test_a_mistake_is_found(library: Path, tmp_path: Path) -> None:
+    output, log = run(library, tmp_path / "log", "-c", MISTAKE)
+    assert "1000.0 1000.0 0" in output
+    wrong = [line for line in log if line.startswith("wrong: memory of cuda:0 on cuda:1: ")]
+    assert wrong
+    assert len(log) == len(wrong) + 1
+
+
+def test_all_that_needs_two_gpus(library: Path, tmp_path: Path) -> None:
+    options = ["-q", "-m", "two_gpus", "-p", "no:cacheprovider", "--rootdir", str(TESTS.parent)]
+    output, log = run(library, tmp_path / "log", "-m", "pytest", str(TESTS), *options)
+    passed = re.search(r"(\d+) passed", output)
+    assert passed, output
+    assert int(passed[1]) > 10
+    assert "skipped" not in output
+    assert [line for line in log if line.startswith("wrong")] == []
+    (counted,) = re.findall(r"^(\d+) launches, (\d+) pointers$", "\n".join(log), re.MULTILINE)
+    assert min(map(int, counted)) > 1000
