@@ -35,6 +35,7 @@ MAKE: dict[str, Callable[[str], CandidateIndexer]] = {
     "sm70, gemm": lambda device: Sm70Indexer(device, topk=64, topk_blocks=100, route="gemm"),
     "mask": lambda device: MaskIndexer(device, topk=64, topk_blocks=100),
 }
+SM90 = pytest.param("sm90", marks=needs_hopper)
 
 
 def expect_alike(of_device: Callable[[str], Iterable[torch.Tensor]]) -> None:
@@ -49,8 +50,7 @@ def expect_alike(of_device: Callable[[str], Iterable[torch.Tensor]]) -> None:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
-@needs_hopper
-@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("name", [SM90, *sorted(MAKE.keys() - {"sm90"})])
 def test_a_backend(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def results(device: str) -> Iterable[torch.Tensor]:
         monkeypatch.setattr(sm90_support, "DEVICE", torch.device(device))
@@ -59,13 +59,14 @@ def test_a_backend(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expect_alike(results)
 
 
-@needs_hopper
-@pytest.mark.parametrize("name", ["sm90", "mask"])
+@pytest.mark.parametrize("name", [SM90, "mask"])
 def test_the_conformance_kit(name: str) -> None:
+    make = {"sm90": Sm90Indexer, "mask": MaskIndexer}[name]
     tolerance = 5e-4 if name == "sm90" else 5e-6
-    report = check_backend(MAKE[name]("cuda:1"), tolerance=tolerance)
+    indexer = make("cuda:1", topk=8, topk_blocks=12)
+    report = check_backend(indexer, formats=["fp4", "bf16"], tolerance=tolerance)
     report.raise_if_failed()
-    assert report.selecting_rows > 80
+    assert report.selecting_rows > 40
     assert torch.cuda.current_device() == 0
 
 
