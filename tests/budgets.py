@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A budget out of the refusal of a smaller one."""
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+
+def named_budget(call: Callable[[], object]) -> int:
+    """Bytes that a call with too few of them asks for."""
+    message = r"^memory_budget: expected at least (\d+) bytes, got \d+$"
+    with pytest.raises(ValueError, match=message) as caught:
+        call()
+    found = re.match(message, str(caught.value))
+    assert found is not None
+    return int(found[1])
