@@ -247,9 +247,7 @@ def test_bad_calls_say_argument_expected_got() -> None:
             ValueError, match=r"candidates.blocks: expected \[3, topk_blocks\] int32"
         ):
             indexer.prefill_tail(type(candidates)(blocks, inputs.plan), [1])
-    with pytest.raises(
-        ValueError, match="tail_lens: expected a sequence of ints on the host, got 1"
-    ):
+    with pytest.raises(ValueError, match="tail_lens: expected a list of ints on the host, got 1"):
         indexer.prefill_tail(candidates, 1)
     with pytest.raises(ValueError, match="inputs: expected PrefillIndexerInputs, got \\[3, 20\\]"):
         indexer.topk_prefill(out, out)

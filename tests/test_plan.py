@@ -483,6 +483,11 @@ def test_a_tail_shares_the_keys_and_takes_any_sequence() -> None:
             assert tail.request_starts is plan.request_starts
 
 
+def ints(*values: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype)
+
+
+A_LIST = "tail_lens: expected a list of ints on the host"
 BAD_TAILS = {
     "too few": ([1], "tail_lens: expected 2 values, one a request, got 1 values"),
     "too many": ([1, 1, 0], "tail_lens: expected 2 values, one a request, got 3 values"),
@@ -491,7 +496,24 @@ BAD_TAILS = {
     "negative": ([-1, 1], "tail_lens[0]: expected an int of 0 to 2, got -1"),
     "bool": ([True, 1], "tail_lens[0]: expected an int, got True"),
     "float": ([1, 1.0], "tail_lens[1]: expected an int, got 1.0"),
+    "floats": (np.array([1.0, 1.0]), "tail_lens[0]: expected an int, got 1.0"),
+    "bools": (torch.tensor([True, False]), "tail_lens[0]: expected an int, got True"),
+    "2-D": (ints(1, 1)[None], f"{A_LIST}, got [1, 2] int32 on cpu"),
+    "2-D array": (np.ones((1, 2), np.int64), f"{A_LIST}, got [1, 2] int64, a numpy array"),
+    "not there": (ints(1, 1).to("meta"), f"{A_LIST}, got [2] int32 on meta"),
+    "an iterator": (iter([1, 1]), f"{A_LIST}, got a list_iterator"),
 }
+
+
+@pytest.mark.parametrize("kind", [tuple, np.array, torch.tensor, np.int16, list])
+def test_tail_lengths_of_any_kind(kind: Any) -> None:
+    plan, tails = plan_prefill([4, 5, 6, 7], [3, 1]), [2, 1]
+    given = np.array(tails, np.int16) if kind is np.int16 else kind(tails)
+    assert plan.tail_rows(given).tolist() == [1, 2, 3]
+    tail = plan.tail(given)
+    assert tail.rows_per_request == tails
+    assert all(type(n) is int for n in tail.rows_per_request)
+    assert plan.of_rows(torch.tensor([1, 2, 3]), given).rows_per_request == tails
 
 
 @pytest.mark.parametrize(("tails", "message"), BAD_TAILS.values(), ids=BAD_TAILS.keys())
@@ -500,10 +522,6 @@ def test_a_tail_refuses(tails: list, message: str, method: str) -> None:
     plan = plan_prefill([4, 5, 6], [2, 1])
     with refused(message):
         getattr(plan, method)(tails)
-
-
-def ints(*values: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-    return torch.tensor(values, dtype=dtype)
 
 
 GOOD_PLAN: dict[str, Any] = {
@@ -843,7 +861,7 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a table of numpy": (
         {"page_table": TABLE.numpy()},
-        "page_table: expected [2, max_pages] int32 or int64, got a numpy ndarray",
+        "page_table: expected [2, max_pages] int32 or int64, got [2, 4] int64, a numpy array",
     ),
     "a transposed table": (
         {"page_table": torch.zeros(4, 2, dtype=torch.int32).t()},

@@ -10,6 +10,7 @@ from types import EllipsisType
 from typing import get_args, get_type_hints
 
 import msgspec
+import numpy as np
 import torch
 
 
@@ -29,6 +30,8 @@ def describe(value: object) -> str:
         kinds = [value.dtype] if value.layout == torch.strided else [value.dtype, value.layout]
         words = " ".join(str(kind).removeprefix("torch.") for kind in kinds)
         return f"{list(value.shape)} {words} on {value.device}"
+    if isinstance(value, np.ndarray):
+        return f"{list(value.shape)} {value.dtype}, a numpy array"
     if isinstance(value, (str, int, float, bool, type(None))):
         return repr(value)
     library = "numpy " if type(value).__module__ == "numpy" else ""

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from sparse_indexer.aliasing import Place, place
@@ -19,6 +21,8 @@ from sparse_indexer.errors import (
     mismatch,
 )
 from sparse_indexer.formats import INT32_MAX
+
+HostInts = Sequence[int] | npt.NDArray[np.integer] | torch.Tensor  # 1-D, on the host
 
 _INT32 = (torch.int32,)
 
@@ -141,29 +145,28 @@ class PrefillPlan(msgspec.Struct, frozen=True, eq=False, kw_only=True, dict=True
             return torch.arange(self.num_rows, device=self.device)
         return torch.argsort(self.request_of_row, stable=True)
 
-    def tail_rows(self, tail_lens: Sequence[int]) -> torch.Tensor:
+    def tail_rows(self, tail_lens: HostInts) -> torch.Tensor:
         """`[sum(tail_lens)]` int64, ascending: the last `tail_lens[i]` rows of each request i.
 
         Raises:
             ValueError: not one length a request, or a length beyond the request's rows.
         """
-        if not isinstance(tail_lens, Sequence):
-            raise mismatch("tail_lens", "a sequence of ints on the host", describe(tail_lens))
-        if len(tail_lens) != self.num_requests:
-            got = f"{len(tail_lens)} values"
+        tails = _host_list("tail_lens", tail_lens)
+        if len(tails) != self.num_requests:
+            got = f"{len(tails)} values"
             raise mismatch("tail_lens", f"{self.num_requests} values, one a request", got)
         by_request = self.rows_by_request()
         kept = []
         ends = accumulate(self.rows_per_request)
         for i, (end, rows) in enumerate(zip(ends, self.rows_per_request, strict=True)):
-            tail = expect_int(f"tail_lens[{i}]", tail_lens[i], 0, rows)
+            tail = expect_int(f"tail_lens[{i}]", tails[i], 0, rows)
             if tail:
                 kept.append(by_request[end - tail : end])
         if len(kept) > 1:
             return torch.cat(kept).sort().values
         return kept[0] if kept else by_request[:0]
 
-    def tail(self, tail_lens: Sequence[int]) -> PrefillPlan:
+    def tail(self, tail_lens: HostInts) -> PrefillPlan:
         """The plan of `tail_rows(tail_lens)` alone; requests and their keys stay as they are.
 
         Raises:
@@ -171,7 +174,7 @@ class PrefillPlan(msgspec.Struct, frozen=True, eq=False, kw_only=True, dict=True
         """
         return self.of_rows(self.tail_rows(tail_lens), tail_lens)
 
-    def of_rows(self, rows: torch.Tensor, rows_per_request: Sequence[int]) -> PrefillPlan:
+    def of_rows(self, rows: torch.Tensor, rows_per_request: HostInts) -> PrefillPlan:
         """The plan of some rows alone; requests and their keys stay as they are.
 
         Args:
@@ -186,12 +189,22 @@ class PrefillPlan(msgspec.Struct, frozen=True, eq=False, kw_only=True, dict=True
         return PrefillPlan(
             compressed_lens=torch.index_select(self.compressed_lens, 0, rows),
             request_of_row=torch.index_select(self.request_of_row, 0, rows),
-            rows_per_request=rows_per_request,
+            rows_per_request=_host_list("rows_per_request", rows_per_request),
             context_lens=self.context_lens,
             page_table=self.page_table,
             key_starts=self.key_starts,
             request_starts=self.request_starts,
         )
+
+
+def _host_list(argument: str, values: HostInts) -> list[int]:
+    """The values of a sequence, array or tensor, whatever they are."""
+    on_host = not isinstance(values, torch.Tensor) or values.device.type == "cpu"
+    if isinstance(values, np.ndarray | torch.Tensor) and on_host and values.ndim == 1:
+        return list(values.tolist())
+    if not isinstance(values, Sequence):
+        raise mismatch(argument, "a list of ints on the host", describe(values))
+    return list(values)
 
 
 def _expect_host_ints(argument: str, value: object) -> list[int]:

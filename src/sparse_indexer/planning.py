@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -12,9 +10,7 @@ import torch
 from sparse_indexer.devices import resolve_device
 from sparse_indexer.errors import expect_int, expect_tensor, mismatch
 from sparse_indexer.formats import INT32_MAX
-from sparse_indexer.plan import PrefillPlan
-
-HostInts = Sequence[int] | npt.NDArray[np.integer] | torch.Tensor  # 1-D, on the host
+from sparse_indexer.plan import HostInts, PrefillPlan
 
 _Array = npt.NDArray[np.int64]
 _INTS = (torch.int32, torch.int64)

@@ -26,6 +26,7 @@ from sparse_indexer.aliasing import Place, place, shares_memory
 from sparse_indexer.devices import current
 from sparse_indexer.errors import describe, expect_tensor, mismatch
 from sparse_indexer.inputs import PrefillIndexerInputs, PrefillPlan, expect_out_positions
+from sparse_indexer.plan import HostInts
 
 _Indexer = TypeVar("_Indexer", bound="CandidateIndexer")
 _Arguments = ParamSpec("_Arguments")
@@ -104,10 +105,14 @@ class CandidateIndexer(Protocol):
         """
         ...
 
-    def prefill_tail(self, candidates: Candidates, tail_lens: Sequence[int]) -> Candidates:
+    def prefill_tail(self, candidates: Candidates, tail_lens: HostInts) -> Candidates:
         """Keep the last `tail_lens[i]` rows of each request i, in row order, without scoring.
 
         What a publish of `PrefillPlan.tail(tail_lens)`'s rows would have given.
+
+        Args:
+            candidates: what a source published, or a tail of that.
+            tail_lens: `[requests]` ints on the host: a sequence, an array or a tensor.
         """
         ...
 

@@ -7,7 +7,7 @@ keys of it; all else has the tile's logits in float32, of which a consumer gathe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
@@ -19,7 +19,7 @@ from sparse_indexer.inputs import PrefillIndexerInputs
 from sparse_indexer.jit.kernel import Kernel, all_kernels
 from sparse_indexer.lasting import Ready
 from sparse_indexer.ops.topk import topk
-from sparse_indexer.plan import PrefillPlan
+from sparse_indexer.plan import HostInts, PrefillPlan
 from sparse_indexer.protocol import (
     Candidates,
     expect_call,
@@ -102,7 +102,7 @@ class GemmIndexer(KernelIndexer):
             _select(tile, inputs.plan, tile.logits(), blocks, out_positions)
 
     @on_its_device
-    def prefill_tail(self, candidates: Candidates, tail_lens: Sequence[int]) -> Candidates:
+    def prefill_tail(self, candidates: Candidates, tail_lens: HostInts) -> Candidates:
         """See `CandidateIndexer.prefill_tail`. Takes any backend's candidates."""
         source = expect_published(candidates, self.device)  # and wait, before the plan is read
         rows = candidates.plan.tail_rows(tail_lens)

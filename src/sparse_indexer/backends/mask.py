@@ -7,7 +7,7 @@ are block ids; a mask over positions exists for one tile at a time, and so do th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from sparse_indexer.devices import resolve_device
 from sparse_indexer.errors import expect_int, mismatch
 from sparse_indexer.formats import HEAD_DIM, INT32_MAX
 from sparse_indexer.inputs import BLOCK_SIZE, PrefillIndexerInputs
+from sparse_indexer.plan import HostInts
 from sparse_indexer.protocol import (
     Candidates,
     expect_call,
@@ -130,7 +131,7 @@ class MaskIndexer:
             self._write(inputs, tile, best, out_positions)
 
     @on_its_device
-    def prefill_tail(self, candidates: Candidates, tail_lens: Sequence[int]) -> Candidates:
+    def prefill_tail(self, candidates: Candidates, tail_lens: HostInts) -> Candidates:
         """See `CandidateIndexer.prefill_tail`."""
         blocks = expect_published(candidates, self.device)
         rows = candidates.plan.tail_rows(tail_lens)

@@ -13,7 +13,6 @@ publishes more, but not all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar, TypeGuard
 
 import torch
@@ -23,7 +22,7 @@ from sparse_indexer.errors import mismatch
 from sparse_indexer.inputs import PrefillIndexerInputs
 from sparse_indexer.jit.kernel import Kernel, all_kernels
 from sparse_indexer.lasting import Ready
-from sparse_indexer.plan import PrefillPlan
+from sparse_indexer.plan import HostInts, PrefillPlan
 from sparse_indexer.protocol import (
     Candidates,
     expect_call,
@@ -104,7 +103,7 @@ class QuadIndexer(KernelIndexer):
         self._score(inputs, quads, tables, out_positions, n=n, dense=False)
 
     @on_its_device
-    def prefill_tail(self, candidates: Candidates, tail_lens: Sequence[int]) -> Candidates:
+    def prefill_tail(self, candidates: Candidates, tail_lens: HostInts) -> Candidates:
         """See `CandidateIndexer.prefill_tail`."""
         slots = None
         if self._made(candidates):

@@ -9,7 +9,7 @@ request in pairs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from sparse_indexer.pair_candidates import (
     least_bytes,
     scheduled_tiles,
 )
-from sparse_indexer.plan import PrefillPlan
+from sparse_indexer.plan import HostInts, PrefillPlan
 from sparse_indexer.protocol import (
     Candidates,
     expect_call,
@@ -187,7 +187,7 @@ class Sm100Indexer:
             del its, logits, tile  # before the next are made
 
     @on_its_device
-    def prefill_tail(self, candidates: Candidates, tail_lens: Sequence[int]) -> Candidates:
+    def prefill_tail(self, candidates: Candidates, tail_lens: HostInts) -> Candidates:
         """See `CandidateIndexer.prefill_tail`. A schedule cannot be sliced: it is made anew.
 
         Takes the candidates that `select_prefill` takes.

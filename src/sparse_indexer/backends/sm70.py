@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from functools import cache
 from typing import Literal
 
@@ -14,6 +13,7 @@ from sparse_indexer.backends.gemm_indexer import GemmCandidates, GemmIndexer
 from sparse_indexer.backends.quad_indexer import QuadIndexer
 from sparse_indexer.errors import describe, mismatch
 from sparse_indexer.inputs import PrefillIndexerInputs
+from sparse_indexer.plan import HostInts
 from sparse_indexer.protocol import CandidateIndexer, Candidates
 from sparse_indexer.quad_scoring import MAX_HEADS, MMA_SYNC
 
@@ -106,7 +106,7 @@ class Sm70Indexer:
         """See `CandidateIndexer.select_prefill`. Takes any backend's candidates."""
         self._of(inputs).select_prefill(candidates, inputs, out_positions)
 
-    def prefill_tail(self, candidates: Candidates, tail_lens: Sequence[int]) -> Candidates:
+    def prefill_tail(self, candidates: Candidates, tail_lens: HostInts) -> Candidates:
         """See `CandidateIndexer.prefill_tail`. By the route that published, if it is here."""
         first, other = self._fused, self._gemm
         by_gemm = first is None or (other is not None and isinstance(candidates, GemmCandidates))

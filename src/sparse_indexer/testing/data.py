@@ -27,6 +27,7 @@ from sparse_indexer.inputs import (
     flat_index_k,
     plan_prefill,
 )
+from sparse_indexer.plan import HostInts
 
 Layout = Literal["planar", "interleaved", "flat"]
 
@@ -137,7 +138,7 @@ def with_queries(
     return PrefillIndexerInputs(inputs.plan, queries, head_weights, inputs.index_k)
 
 
-def tail_inputs(inputs: PrefillIndexerInputs, tail_lens: Sequence[int]) -> PrefillIndexerInputs:
+def tail_inputs(inputs: PrefillIndexerInputs, tail_lens: HostInts) -> PrefillIndexerInputs:
     """The inputs of the tail rows alone."""
     rows = inputs.plan.tail_rows(tail_lens)
     q = inputs.index_q
