@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Outputs in the memory of what is read."""
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -72,3 +74,19 @@ def test_positions_are_not_written_into_what_is_read(make: Callable[[], Any]) ->
         call(memory[:, 20:36])  # beside it
     assert torch.equal(memory[0, :16], plan.compressed_lens)
     assert len(plan.places) == len(plan.tensors) == 4
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda of: pickle.loads(pickle.dumps(of))])
+def test_copies_of_candidates_have_places_of_their_own(copied: Callable[[Any], Any]) -> None:
+    source, consumer = exact_layers([[700 - i for i in range(16)]])
+    indexer = mask()
+    candidates, out = indexer.publish_prefill(source), torch.zeros(16, 16, dtype=torch.int32)
+    indexer.select_prefill(candidates, consumer, out)
+    other = copied(candidates)
+    other.plan = candidates.plan
+    assert torch.equal(other.blocks, candidates.blocks)
+    with pytest.raises(ValueError, match=r"^out_positions: expected memory of its own"):
+        indexer.select_prefill(other, consumer, other.blocks[:, 8:])
+    want = out.clone()
+    indexer.select_prefill(other, consumer, out)
+    assert torch.equal(out, want)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -241,7 +242,7 @@ BAD_INPUTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "paged keys, flat plan": (
         {"plan": FLAT_PLAN},
-        "index_k: expected FlatIndexK, as the plan has key_starts, got a IndexKPool",
+        "index_k: expected FlatIndexK, as the plan has key_starts, got an IndexKPool",
     ),
     "a narrow table": (
         {"plan": NARROW},
@@ -457,6 +458,10 @@ def test_each_inputs_has_its_own_scores() -> None:
         inputs.plan, inputs.index_q, inputs.head_weights * 2, inputs.index_k
     )
     assert torch.equal(other.dense_scores(), inputs.dense_scores() * 2)
+    replaced = msgspec.structs.replace(inputs, head_weights=-inputs.head_weights)
+    fresh = PrefillIndexerInputs(inputs.plan, inputs.index_q, -inputs.head_weights, inputs.index_k)
+    assert torch.equal(replaced.dense_scores(), fresh.dense_scores())
+    assert not torch.equal(replaced.dense_scores(), inputs.dense_scores())
 
 
 @pytest.mark.parametrize("trained", ["queries", "weights", "keys"])

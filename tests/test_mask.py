@@ -238,15 +238,16 @@ def test_bad_calls_say_argument_expected_got() -> None:
         indexer.select_prefill(candidates, others, out)
     same = make_inputs(queries, weights, keys, [39, 20, 7], [3])
     indexer.select_prefill(candidates, same, out)
-    for blocks in (candidates.blocks.float(), candidates.blocks[:1], None):
+    blocks = candidates.blocks
+    for bad in (blocks.float(), blocks[:1], blocks.numpy(), None):
         with pytest.raises(
             ValueError, match=r"candidates.blocks: expected \[3, topk_blocks\] int32"
         ):
-            indexer.select_prefill(type(candidates)(blocks, inputs.plan), inputs, out)
+            indexer.select_prefill(type(candidates)(bad, inputs.plan), inputs, out)
         with pytest.raises(
             ValueError, match=r"candidates.blocks: expected \[3, topk_blocks\] int32"
         ):
-            indexer.prefill_tail(type(candidates)(blocks, inputs.plan), [1])
+            indexer.prefill_tail(type(candidates)(bad, inputs.plan), [1])
     with pytest.raises(ValueError, match="tail_lens: expected a list of ints on the host, got 1"):
         indexer.prefill_tail(candidates, 1)
     with pytest.raises(ValueError, match="inputs: expected PrefillIndexerInputs, got \\[3, 20\\]"):

@@ -780,8 +780,8 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
         {"positions": torch.tensor([[4, 9, 2]])},
         f"positions: expected {A_SEQUENCE}, got shape [1, 3] int64",
     ),
-    "one position": ({"positions": 4}, f"positions: expected {A_SEQUENCE}, got shape [] int64"),
-    "no positions": ({"positions": None}, f"positions: expected {A_SEQUENCE}, got shape [] object"),
+    "one position": ({"positions": 4}, f"positions: expected {A_SEQUENCE}, got 4"),
+    "no positions": ({"positions": None}, f"positions: expected {A_SEQUENCE}, got None"),
     "negative rows": (
         {"rows_per_request": [4, -1]},
         "rows_per_request[1]: expected 0 to 2147483647, got -1",
@@ -906,6 +906,8 @@ NO_INTEGERS = {
     "ragged": [[4], [9, 2]],
     "text": "492",
     "too large for any integer": [4, 9, 2**70],
+    "times": np.array([4, 9, 2], "timedelta64[s]"),
+    "a set": {4, 9, 2},
 }
 
 

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the sm100 backend reads, and what it refuses: keys, pages, queries, DeepGEMM itself."""
 
+import copy
 import importlib
 import inspect
+import pickle
 import re
 import sys
 import weakref
-from types import SimpleNamespace
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,6 +21,7 @@ from sparse_indexer import (
     BackendUnavailable,
     FlatIndexK,
     IndexKPool,
+    IndexQ,
     PrefillIndexerInputs,
     testing,
 )
@@ -388,3 +393,45 @@ def test_pages_that_do_not_exist_hold_nan() -> None:
     mask().topk_prefill(inputs, want)
     assert torch.equal(got, want)
     assert not ((got[3] >= 192) & (got[3] < 256)).any()
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_stride_of_a_lone_row_does_not_matter(version: str) -> None:
+    """As of weights that are a part of a layer's one projection."""
+    source, consumer = exact_layers([[700]])
+    want = run(sm100(version), source, consumer)
+    parts = []
+    for inputs in (source, consumer):
+        q, wide = inputs.index_q, torch.zeros(1, 33)
+        wide[:, :32] = inputs.head_weights
+        values, scales = torch.zeros(1, 33, 64, dtype=torch.uint8), torch.zeros(1, 33).int()
+        values[:, :32], scales[:, :32] = q.values, q.scales
+        queries = IndexQ(values[:, :32], scales[:, :32])
+        parts.append(PrefillIndexerInputs(inputs.plan, queries, wide[:, :32], inputs.index_k))
+    assert parts[0].head_weights.stride(0) == 33
+    assert same(run(sm100(version), *parts), want)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda of: pickle.loads(pickle.dumps(of))])
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_copy_reads_the_pool_of_now(version: str, copied: Callable[[Any], Any]) -> None:
+    source, consumer = exact_layers([[700 - i for i in range(16)]])
+    indexer = sm100(version)
+    before = run(indexer, source, consumer)
+    other = copied(indexer)
+    pool = source.index_k
+    pool.pages.copy_(pool.pages.flip(0))
+    want = run(indexer, source, consumer)
+    assert not same(want, before)
+    assert same(run(other, source, consumer), want)
+
+
+def test_a_copy_of_an_indexer_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulator, module = EMULATORS["0.2.5"](), ModuleType("deep_gemm")
+    for name in FUNCTIONS:
+        setattr(module, name, getattr(emulator, name))
+    monkeypatch.setitem(sys.modules, "deep_gemm", module)
+    for indexer in (Sm100Indexer("cpu", deep_gemm=module), sm100("0.2.5", deep_gemm=module)):
+        other = pickle.loads(pickle.dumps(copy.deepcopy(indexer)))
+        assert other._deep_gemm._module is module
+        assert (other.topk, other.memory_budget) == (indexer.topk, indexer.memory_budget)

@@ -109,8 +109,13 @@ def demo(
 
 
 @app.command()
-def doctor() -> None:
+def doctor(ctx: typer.Context) -> None:
     """Show which backends and compilers work here and what the others need."""
+    with _clean_errors(ctx):
+        _examine()
+
+
+def _examine() -> None:
     import torch
     from rich.box import SIMPLE_HEAD
     from rich.markup import escape
@@ -254,5 +259,7 @@ def _console(*, stderr: bool = False, wide: bool = False) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="replace")
-    free = wide and not stream.isatty() and "COLUMNS" not in os.environ
-    return Console(stderr=stderr, highlight=False, width=100_000 if free else None)
+    columns = os.environ.get("COLUMNS", "")
+    free = wide and not columns and not (stream and stream.isatty())
+    default = 80 if columns.isdigit() and not int(columns) else None  # of 0 nothing is printed
+    return Console(stderr=stderr, highlight=False, width=100_000 if free else default)

@@ -103,12 +103,19 @@ def queries_of(inputs: PrefillIndexerInputs, dtype: torch.dtype) -> Queries:
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
     """Contiguous, at a multiple of 16 bytes, as kernels read it; as a rule it is that already."""
     tensor = tensor.contiguous()
+    if 1 in tensor.shape:  # whose stride may be anything, and is checked
+        tensor = tensor.flatten().view(tensor.shape)
     return tensor.clone() if tensor.data_ptr() % 16 else tensor
 
 
 def schedule_bytes(rows: int, n: int) -> int:
     """What `DeepGemm.schedule` of n blocks a row takes, at most."""
     return 672 * rows * -(-n // 80) + 16 * 257  # 80 blocks a split; 16 for each of 256 SMs
+
+
+def _again(module: Any) -> DeepGemm:
+    """Of a module by its name, or of an emulator."""
+    return DeepGemm(importlib.import_module(module) if isinstance(module, str) else module)
 
 
 class DeepGemm:
@@ -151,6 +158,11 @@ class DeepGemm:
         self.logits_dtype = torch.float32 if self._chooses_dtype else torch.bfloat16
         self.page_alignment = 512 if self._chooses_dtype else 128
         self._pools: WeakKeyDictionary[IndexKPool, tuple[torch.Tensor, Pages]] = WeakKeyDictionary()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What a copy needs: it looks at pools anew."""
+        is_module = isinstance(self._module, ModuleType)
+        return _again, (self._module.__name__ if is_module else self._module,)
 
     @property
     def num_sms(self) -> int:

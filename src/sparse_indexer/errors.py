@@ -34,8 +34,10 @@ def describe(value: object) -> str:
         return f"{list(value.shape)} {value.dtype}, a numpy array"
     if isinstance(value, (str, int, float, bool, type(None))):
         return repr(value)
-    library = "numpy " if type(value).__module__ == "numpy" else ""
-    return f"a {library}{type(value).__name__}"
+    name = type(value).__name__
+    if type(value).__module__ == "numpy":
+        return f"a numpy {name}"
+    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
 
 
 def one_line(text: str) -> str:

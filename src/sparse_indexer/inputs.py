@@ -6,6 +6,8 @@ Everything an input can be made of is importable from here.
 
 from __future__ import annotations
 
+import functools
+
 import msgspec
 import torch
 
@@ -68,7 +70,7 @@ class IndexQ(msgspec.Struct, frozen=True, eq=False):
             expect_tensor("index_q scales", self.scales, shape_, (dtype,), values.device)
 
 
-class PrefillIndexerInputs(msgspec.Struct, frozen=True, eq=False):
+class PrefillIndexerInputs(msgspec.Struct, frozen=True, eq=False, dict=True):
     """One layer's inputs: `logit[r, n] = k_scale[n] * sum_h w[r, h] * relu(q[r, h] . k[n])`.
 
     Attributes:
@@ -87,7 +89,6 @@ class PrefillIndexerInputs(msgspec.Struct, frozen=True, eq=False):
     index_q: IndexQ
     head_weights: torch.Tensor
     index_k: IndexKPool | FlatIndexK
-    _dense: dict[str, torch.Tensor] = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         plan = self.plan
@@ -164,11 +165,13 @@ class PrefillIndexerInputs(msgspec.Struct, frozen=True, eq=False):
             `[rows, max(context_lens)]` float32, columns request-relative, -inf where a row sees
             nothing. Accumulated in float64 on a CPU, float32 on a GPU.
         """
-        if "logits" not in self._dense:
-            from sparse_indexer.backends.mask import MaskIndexer
+        return self._dense_scores
 
-            self._dense["logits"] = MaskIndexer(self.plan.device).dense_logits(self)
-        return self._dense["logits"]
+    @functools.cached_property  # not a field: a copy with other queries must not have it
+    def _dense_scores(self) -> torch.Tensor:
+        from sparse_indexer.backends.mask import MaskIndexer
+
+        return MaskIndexer(self.plan.device).dense_logits(self)
 
 
 def expect_out_positions(

@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 
 from sparse_indexer.devices import resolve_device
-from sparse_indexer.errors import expect_int, expect_tensor, mismatch
+from sparse_indexer.errors import describe, expect_int, expect_tensor, mismatch
 from sparse_indexer.formats import INT32_MAX
 from sparse_indexer.plan import HostInts, PrefillPlan
 
@@ -137,8 +137,8 @@ def _host_ints(argument: str, values: HostInts, low: int = 0, high: int = INT32_
         array = np.asarray(values)
     except (TypeError, RuntimeError, ValueError) as error:
         raise mismatch(argument, "a 1-D sequence of integers", values) from error
-    if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
-        got = f"shape {list(array.shape)} {array.dtype}"
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        got = f"shape {list(array.shape)} {array.dtype}" if array.ndim else describe(values)
         raise mismatch(argument, "a 1-D sequence of integers", got)
     outside = np.flatnonzero((array < low) | (array > high))
     if outside.size:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property, wraps
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -59,7 +59,11 @@ class Candidates:
     def places(self) -> Sequence[Place]:
         """Where the blocks are that `blocks` gives; none if a subclass makes them anew."""
         blocks = vars(self).get("_blocks")
-        return () if blocks is None else (place(blocks),)
+        return (place(blocks),) if isinstance(blocks, torch.Tensor) else ()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without `places`: the blocks of a copy are elsewhere."""
+        return {name: value for name, value in vars(self).items() if name != "places"}
 
     @property
     def num_rows(self) -> int:
