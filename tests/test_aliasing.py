@@ -33,6 +33,8 @@ def test_memory_is_shared_where_an_element_is() -> None:
     assert not shares(columns, memory[:0])
     assert not shares(memory[5, :0], memory)
     assert shares(memory.view(torch.uint8)[5, 3:4], memory)
+    assert shares(memory.view(torch.uint8)[5, 399:], memory)
+    assert not shares(memory.view(torch.uint8)[5, 120:], columns)
 
 
 def test_a_place_is_from_the_first_to_the_last_byte() -> None:

@@ -220,6 +220,15 @@ def test_zero_rows_are_exact_zeros(zero: float, quantize: Callable, dequantize: 
         assert not values[1].any()
 
 
+@pytest.mark.parametrize("tiny", [5e-324, 1e-300, 6 * 2.0**-127])
+def test_the_least_fp4_scale_is_that_of_all_small_groups(tiny: float) -> None:
+    x = torch.zeros(1, 128, dtype=torch.float64)
+    x[0, :64] = tiny
+    values, scales = quantize_fp4(x)
+    assert scales.view(torch.uint8).tolist() == [0, 0, 0, 0]
+    assert (dequantize_fp4(values, scales) == (tiny if tiny > 1e-40 else 0)).flatten()[:64].all()
+
+
 @pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("column", [0, 64, 127])
 def test_fp8_row_with_a_nonfinite_element_is_nan(column: int, bad: float) -> None:

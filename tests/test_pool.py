@@ -278,6 +278,14 @@ def test_negative_slots_are_skipped(form: str, slot_dtype: torch.dtype) -> None:
     assert 0 < len(written) <= sum(BYTES[form])
 
 
+@EVERY_FORMAT
+def test_a_write_reads_no_value(form: str) -> None:
+    """As on a GPU, where that is a synchronization; a tensor on `meta` has none to read."""
+    pool = IndexKPool.empty(3, 8, form, device="meta")  # type: ignore[arg-type]
+    slots = torch.empty(5, dtype=torch.int32, device="meta")
+    pool.write(slots, torch.empty(5, 128, device="meta"))
+
+
 def flat_rows(keys: FlatIndexK, rows: list[int]) -> FlatIndexK:
     return FlatIndexK(*keys.read(torch.tensor(rows, dtype=torch.int64)), keys.format)
 

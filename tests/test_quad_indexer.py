@@ -5,6 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from sm100_support import exact_layers, mask
 
 from sparse_indexer import PrefillPlan, plan_prefill
 from sparse_indexer.backends import quad_indexer
@@ -59,3 +60,16 @@ def test_a_tail_of_another_stream_is_waited_for_before_it_is_read(
     for tensor in (own.compressed_lens, own.request_of_row, own.request_starts, own.key_starts):
         assert id(tensor) in waited
     assert {id(tail.tables.blocks), id(tail.quads.slots)} <= waited
+
+
+def test_positions_are_not_written_into_the_blocks_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whose candidates hold what others will read."""
+    monkeypatch.setattr(QuadIndexer, "kernels", WGMMA, raising=False)
+    indexer = QuadIndexer.__new__(QuadIndexer)
+    indexer.device, indexer.topk = torch.device("cpu"), 16
+    source, consumer = exact_layers([[700 - i for i in range(16)]])
+    candidates = mask().publish_prefill(source)
+    with pytest.raises(ValueError, match=r"^out_positions: expected memory of its own"):
+        indexer.select_prefill(candidates, consumer, candidates.blocks[:, :16])

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sm100 backend on a CPU, over an emulated DeepGEMM of either generation."""
 
+import random
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -117,13 +118,26 @@ def expect_pairs(spy: Spy, inputs: PrefillIndexerInputs, *, pairs: int) -> None:
 def test_interleaved_rows_whose_keys_are_held_few_requests_at_a_time(version: str) -> None:
     starts = [5, 700, 9000, 70_000, 80_000, 90_000, 100_000]
     layers = exact_layers(request_of_row=INTERLEAVED, request_starts=starts)
-    with pytest.raises(ValueError, match=r"^memory_budget: expected at least") as error:
-        sm100(version, memory_budget=1).publish_prefill(layers[0])
+    least = named_budget(partial(sm100(version, memory_budget=1).publish_prefill, layers[0]))
     spy = Spy(version)
-    least = int(str(error.value).split()[4])
     small = sm100(version, deep_gemm=spy, memory_budget=least)
     assert same(run(small, *layers), run(mask(), *layers))
     assert len(spy.of("fp8_fp4_mqa_logits")) >= 2 * 3  # publish and topk, three groups at least
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_interleaved_rows_that_need_no_logits(version: str) -> None:
+    """In as many groups as the least budget takes."""
+    lens = [[10, 12], [3], [16, 1, 7], [5, 5]] * 2
+    of_row = [request for request, rows in enumerate(lens) for _ in rows]
+    random.Random(0).shuffle(of_row)
+    layers = exact_layers(lens, request_of_row=of_row, page_size=128)
+    want, poor = run(mask(), *layers), sm100(version, memory_budget=1)
+    least = max(
+        named_budget(partial(poor.publish_prefill, layers.source)),
+        named_budget(partial(poor.topk_prefill, layers.source, torch.empty_like(want.own))),
+    )
+    assert same(run(sm100(version, memory_budget=least), *layers), want)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -203,6 +217,7 @@ def test_random_data_agrees_with_the_mask_backend(version: str) -> None:
     ("version", "heads", "topk", "topk_blocks"),
     [
         ("0.2.5", 32, 8, 12),
+        ("0.2.5", 32, 12, 12),
         ("0.2.5", 32, 64, 100),
         ("0.2.5", 64, 8, 12),
         ("older", 32, 8, 12),
@@ -360,14 +375,13 @@ def test_schedules_that_a_select_makes_are_of_its_budget(version: str) -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_budget_that_cannot_schedule_is_refused_before_anything_is_scored(version: str) -> None:
-    source, _ = random_layers([[4100 + i for i in range(8)]])
+    source, _ = random_layers([[200 + i for i in range(8)]])
     spy = Spy(version)
-    options = {"topk_blocks": 4096, "deep_gemm": spy}
-    with pytest.raises(ValueError, match=r"^memory_budget: expected at least") as error:
-        sm100(version, memory_budget=600 * KiB, **options).publish_prefill(source)
+    refused = sm100(version, memory_budget=70_000, deep_gemm=spy)
+    least = named_budget(partial(refused.publish_prefill, source))
     assert not spy.calls
-    least = int(str(error.value).split()[4])
-    sm100(version, memory_budget=least, **options).publish_prefill(source)
+    sm100(version, memory_budget=least, deep_gemm=spy).publish_prefill(source)
+    assert {name for name, _ in spy.calls} >= {"fp8_fp4_mqa_logits", "schedule"}
 
 
 class Spans(BlankDeepGemm):

@@ -396,6 +396,38 @@ def test_pages_that_do_not_exist_hold_nan() -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
+def test_query_scales_may_lie_anywhere(version: str) -> None:
+    both = exact_layers([[700 - i for i in range(16)]])
+    moved = []
+    for inputs in both:
+        wide = torch.cat((inputs.index_q.scales[:, :1], inputs.index_q.scales), 1)
+        queries = IndexQ(inputs.index_q.values, wide[:, 1:])
+        moved.append(with_queries(inputs, queries, inputs.head_weights))
+    assert same(run(sm100(version), *moved), run(sm100(version), *both))
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("page", [-1, 1 << 20])
+def test_a_page_that_is_not_there_holds_nothing_for_a_source(
+    version: str, page: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nobody looks, as on a GPU: its positions are the last choice, as NaN."""
+    monkeypatch.setattr(PrefillIndexerInputs, "check", lambda inputs: None)
+    inputs = layer()
+    table = inputs.plan.page_table.clone()
+    table[0, 3] = page
+    plan = msgspec.structs.replace(inputs.plan, page_table=table)
+    inputs = msgspec.structs.replace(inputs, plan=plan)
+    got, want = empty(inputs), empty(inputs)
+    sm100(version).topk_prefill(inputs, got)
+    mask().topk_prefill(inputs, want)
+    assert torch.equal(got, want)
+    assert not ((got[:2] >= 192) & (got[:2] < 256)).any()
+    published = (indexer.publish_prefill(inputs).blocks for indexer in (sm100(version), mask()))
+    assert torch.equal(*published)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
 def test_the_stride_of_a_lone_row_does_not_matter(version: str) -> None:
     """As of weights that are a part of a layer's one projection."""
     source, consumer = exact_layers([[700]])

@@ -15,6 +15,7 @@ from sparse_indexer import (
     dequantize_fp4,
     dequantize_fp8,
     flat_index_k,
+    make_candidate_indexer,
     plan_prefill,
     pool_slots,
     sparse_attention,
@@ -33,7 +34,7 @@ MAKE: dict[str, Callable[[str], CandidateIndexer]] = {
     "sm90": lambda device: Sm90Indexer(device, topk=64, topk_blocks=100),
     "sm70": lambda device: Sm70Indexer(device, topk=64, topk_blocks=100, route="fused"),
     "sm70, gemm": lambda device: Sm70Indexer(device, topk=64, topk_blocks=100, route="gemm"),
-    "mask": lambda device: MaskIndexer(device, topk=64, topk_blocks=100),
+    "mask": lambda device: make_candidate_indexer(device, topk=64, topk_blocks=100, backend="mask"),
 }
 SM90 = pytest.param("sm90", marks=needs_hopper)
 

@@ -24,7 +24,10 @@ def place(tensor: torch.Tensor) -> Place:
 
 
 def shares_memory(tensor: torch.Tensor, *places: Sequence[Place]) -> bool:
-    """Whether it has an element in common with any of them; last dimensions are contiguous."""
+    """Whether it has an element in common with any of them.
+
+    All have one or two dimensions, of which the last is contiguous.
+    """
     first, stop, _ = place(tensor)
     for some in places:
         for other_first, other_stop, other in some:
@@ -34,7 +37,7 @@ def shares_memory(tensor: torch.Tensor, *places: Sequence[Place]) -> bool:
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    a_first, b_first = _rows(a), np.sort(_rows(b))
+    a_first, b_first = _rows(a), _rows(b)  # ascending
     a_bytes, b_bytes = (x.shape[-1] * x.itemsize for x in (a, b))
     # Of b's rows that begin before one of a's ends, the last, which reaches the furthest.
     last = np.searchsorted(b_first, a_first + a_bytes) - 1

@@ -114,12 +114,10 @@ def quantize_fp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     amax = groups.abs().amax(-1)
     mantissa, exponent = torch.frexp(amax / _E2M1_MAX)  # mantissa in [0.5, 1)
     exponent = (exponent - (mantissa == 0.5).to(exponent.dtype)).clamp(-127, 127)
-    exponent = torch.where(amax == 0, torch.full_like(exponent, -127), exponent)
+    exponent = torch.where(mantissa == 0, torch.full_like(exponent, -127), exponent)
     finite = amax <= _E2M1_MAX * 2.0**127
     codes = torch.where(finite, exponent + 127, torch.full_like(exponent, 255)).to(torch.uint8)
-    # 2^-exponent by its bits: torch's `ldexp` runs on the current device, whatever its tensors' is
-    # (pytorch/pytorch#189567).
-    unit = ((1023 - exponent.to(torch.int64)) << 52).view(torch.float64)
+    unit = power_of_two(-exponent)
     scaled = torch.where(finite[..., None], groups * unit[..., None], torch.zeros_like(groups))
     nibbles = _e2m1_codes(scaled.flatten(-2))
     values = nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)
@@ -159,6 +157,15 @@ def dequantize_fp4(
     half = (((nibbles & 7) << 9) | ((nibbles & 8) << 12)).view(torch.float16)
     groups = _groups(half.to(dtype) * 2.0**14)
     return (groups * decode_ue8m0(codes).to(dtype)[..., None]).flatten(-2)
+
+
+def power_of_two(exponents: torch.Tensor) -> torch.Tensor:
+    """`2^exponents` float64 of int32 that need no subnormals.
+
+    By their bits: torch's `ldexp` runs on the current device, whatever its tensors' is
+    (pytorch/pytorch#189567).
+    """
+    return ((exponents.to(torch.int64) + 1023) << 52).view(torch.float64)
 
 
 def _groups(x: torch.Tensor) -> torch.Tensor:

@@ -190,13 +190,22 @@ class IndexKPool(msgspec.Struct, frozen=True, eq=False, dict=True, weakref=True)
         total = self.num_pages * self.page_size
         if device.type == "cpu" and len(slots) and int(slots.max()) >= total:
             raise mismatch("slots", f"slots below {total}", str(int(slots.max())))
+        if not total or not len(slots):
+            return
+        # Counting what is kept would be a synchronization. Instead what is skipped writes, once
+        # more, what one of the others writes; if there are none, what is there.
         kept = (slots >= 0) & (slots < total)
-        places = slots[kept].to(torch.int64)
+        one = kept.to(torch.uint8).argmax(0, keepdim=True)
+        source = torch.where(kept, torch.arange(len(slots), device=device), one)
+        places = torch.index_select(slots, 0, source).long().clamp_(0, total - 1)
         page, offset = places // self.page_size, places % self.page_size
         values, scales = self._views
-        values[page, offset] = stored.values.view(values.dtype)[kept]
+        pairs = [(values, stored.values.view(values.dtype))]
         if scales is not None and stored.scales is not None:
-            scales[page, offset] = stored.scales[:, None].view(torch.uint8)[kept]
+            pairs.append((scales, stored.scales[:, None].view(torch.uint8)))
+        for held, new in pairs:
+            new = torch.index_select(new, 0, source)
+            held[page, offset] = torch.where(kept.any(), new, held[page, offset])
 
     @functools.cached_property
     def _views(self) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // Lets one GPU pass for two, by LD_PRELOAD: cuda:1 is a second context on the GPU of cuda:0. A
 // launch that is given memory of another context than its own, which on two GPUs is an illegal
-// access, is written to the file that ONE_GPU_AS_TWO names, and so is how much was looked at.
+// access, is written to the file that ONE_GPU_AS_TWO names, and so is how much was looked at:
+// launches by cuLaunchKernel and cuLaunchKernelEx, not copies, nor those of a graph.
 //
 // torch calls CUDA's runtime through the linker, so its functions are replaced by those of the same
-// name below; the runtime and our host modules ask dlsym or cuGetProcAddress for the driver's.
+// name below; the runtime asks cuGetProcAddress for the driver's, our host modules ask dlsym.
 #include <dlfcn.h>
-#include <unistd.h>
 
+#include <atomic>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -19,23 +20,27 @@ namespace {
 
 void* first = nullptr;   // the contexts
 void* second = nullptr;  // null until it is asked for
-long launches = 0, pointers = 0;
+std::atomic<long> launches{0}, pointers{0};
 
 [[noreturn]] void fail(const char* what) {
   std::fprintf(stderr, "one_gpu_as_two: %s\n", what);
   std::abort();
 }
 
-void* real_dlsym(void* library, const char* name) {
-  using Function = void* (*)(void*, const char*);
-  static const Function found = [] {
-    void* f = dlvsym(RTLD_NEXT, "dlsym", "GLIBC_2.34");
-    return reinterpret_cast<Function>(f ? f : dlvsym(RTLD_NEXT, "dlsym", "GLIBC_2.2.5"));
-  }();
-  return found(library, name);
+// That of the C library.
+void* (*real_dlsym)(void*, const char*) noexcept = nullptr;
+
+void find_dlsym() noexcept {
+  for (const char* version : {"GLIBC_2.34", "GLIBC_2.17", "GLIBC_2.2.5"}) {
+    if (real_dlsym == nullptr) {
+      real_dlsym = reinterpret_cast<decltype(real_dlsym)>(dlvsym(RTLD_NEXT, "dlsym", version));
+    }
+  }
+  if (real_dlsym == nullptr) fail("dlsym");
 }
 
 void* find(void* library, const char* name) {
+  if (real_dlsym == nullptr) find_dlsym();
   void* function = library == nullptr ? nullptr : real_dlsym(library, name);
   if (function == nullptr) fail(name);
   return function;
@@ -121,7 +126,9 @@ void look(const char* argument, size_t size, void* context, Given& given) {
   }
 }
 
-void look(void* kernel, void** arguments) {
+// Fields of torch's arguments that it never sets hold what the stack held: then a launch is wrong
+// if nothing that it is given is of its own context. What we pass is `set_in_full`.
+void look(void* kernel, void** arguments, bool set_in_full) {
   using Ask = int (*)(void*, size_t, size_t*, size_t*);
   static const auto of_function =
       reinterpret_cast<Ask>(find(driver_library(), "cuFuncGetParamInfo"));
@@ -138,12 +145,9 @@ void look(void* kernel, void** arguments) {
   }
   ++launches;
   pointers += given.own + given.others;
-  if (given.others == 0) return;
+  if (given.others == 0 || (given.own != 0 && !set_in_full)) return;
   const char* name = "";
   if (driver("cuFuncGetName", &name, kernel) != 0) driver("cuKernelGetName", &name, kernel);
-  // Torch's kernels, whose names are mangled, have fields that nobody sets: what the stack held.
-  bool set_in_full = std::strncmp(name, "_Z", 2) != 0;
-  if (given.own != 0 && !set_in_full) return;
   const char* where = context == second ? "cuda:0 on cuda:1" : "cuda:1 on cuda:0";
   report(std::string("wrong: memory of ") + where + ": " + name);
 }
@@ -194,33 +198,48 @@ int kernel_set_attribute(int attribute, int value, void* kernel, int device) {
   return driver("cuKernelSetAttribute", attribute, value, kernel, actual(device));
 }
 
+template <bool kSetInFull>
 int launch(void* kernel, unsigned x, unsigned y, unsigned z, unsigned block_x, unsigned block_y,
            unsigned block_z, unsigned shared, void* stream, void** arguments, void** extra) {
-  look(kernel, arguments);
+  look(kernel, arguments, kSetInFull);
   return driver("cuLaunchKernel", kernel, x, y, z, block_x, block_y, block_z, shared, stream,
                 arguments, extra);
 }
 
+template <bool kSetInFull>
 int launch_ex(const void* config, void* kernel, void** arguments, void** extra) {
-  look(kernel, arguments);
+  look(kernel, arguments, kSetInFull);
   return driver("cuLaunchKernelEx", config, kernel, arguments, extra);
 }
 
-void* replaced(const char* name);
+int get_proc_address_11(const char* name, void** function, int version, uint64_t flags);
 
 // The runtime asks it for itself, and then for all else.
 int get_proc_address(const char* name, void** function, int version, uint64_t flags, void* status) {
   constexpr uint64_t kPerThreadDefaultStream = 2;
+  constexpr int kWithStatus = 12000;
   int result = driver("cuGetProcAddress_v2", name, function, version, flags, status);
   if (result != 0 || *function == nullptr || (flags & kPerThreadDefaultStream) != 0) return result;
   std::string asked = name;
-  if (asked == "cuGetProcAddress" || asked == "cuLaunchKernel" || asked == "cuLaunchKernelEx") {
-    *function = replaced(asked == "cuGetProcAddress" ? "cuGetProcAddress_v2" : name);
+  if (asked == "cuGetProcAddress" && version >= kWithStatus) {
+    *function = reinterpret_cast<void*>(get_proc_address);
+  } else if (asked == "cuGetProcAddress") {
+    *function = reinterpret_cast<void*>(get_proc_address_11);
+  } else if (asked == "cuLaunchKernel") {
+    *function = reinterpret_cast<void*>(launch<false>);
+  } else if (asked == "cuLaunchKernelEx") {
+    *function = reinterpret_cast<void*>(launch_ex<false>);
   }
   return result;
 }
 
-void* replaced(const char* name) {
+// As CUDA 11 has it.
+int get_proc_address_11(const char* name, void** function, int version, uint64_t flags) {
+  return get_proc_address(name, function, version, flags, nullptr);
+}
+
+// Not inlined, so that `dlsym` has no frame when it jumps.
+[[gnu::noinline]] void* replaced(const char* name) noexcept {
   const struct {
     const char* name;
     void* function;
@@ -232,8 +251,9 @@ void* replaced(const char* name) {
       {"cuCtxGetDevice", reinterpret_cast<void*>(context_get_device)},
       {"cuKernelGetAttribute", reinterpret_cast<void*>(kernel_get_attribute)},
       {"cuKernelSetAttribute", reinterpret_cast<void*>(kernel_set_attribute)},
-      {"cuLaunchKernel", reinterpret_cast<void*>(launch)},
-      {"cuLaunchKernelEx", reinterpret_cast<void*>(launch_ex)},
+      {"cuLaunchKernel", reinterpret_cast<void*>(launch<true>)},
+      {"cuLaunchKernelEx", reinterpret_cast<void*>(launch_ex<true>)},
+      {"cuGetProcAddress", reinterpret_cast<void*>(get_proc_address_11)},
       {"cuGetProcAddress_v2", reinterpret_cast<void*>(get_proc_address)},
   };
   for (const auto& entry : table) {
@@ -246,9 +266,12 @@ void* replaced(const char* name) {
 
 extern "C" {
 
+// The last call is a jump, so that the C library sees who asks for RTLD_NEXT.
 void* dlsym(void* library, const char* name) noexcept {
   void* ours = std::strncmp(name, "cu", 2) == 0 ? replaced(name) : nullptr;
-  return ours ? ours : real_dlsym(library, name);
+  if (ours != nullptr) return ours;
+  if (real_dlsym == nullptr) find_dlsym();
+  return real_dlsym(library, name);
 }
 
 int cudaGetDeviceCount(int* count) {

@@ -135,7 +135,7 @@ class MaskIndexer:
         """See `CandidateIndexer.prefill_tail`."""
         blocks = expect_published(candidates, self.device)
         rows = candidates.plan.tail_rows(tail_lens)
-        return Candidates(blocks[rows], candidates.plan.tail(tail_lens))
+        return Candidates(blocks[rows], candidates.plan.of_rows(rows, tail_lens))
 
     @on_its_device
     def topk_prefill(self, inputs: PrefillIndexerInputs, out_positions: torch.Tensor) -> None:

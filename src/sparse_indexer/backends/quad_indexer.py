@@ -90,7 +90,7 @@ class QuadIndexer(KernelIndexer):
         self, candidates: Candidates, inputs: PrefillIndexerInputs, out_positions: torch.Tensor
     ) -> None:
         """See `CandidateIndexer.select_prefill`. Takes any backend's candidates."""
-        self._expect(inputs, out_positions, wanted=True)
+        self._expect(inputs, out_positions, candidates, wanted=True)
         if self._made(candidates) and candidates.plan is inputs.plan:
             candidates.wait()
             quads, tables = candidates.quads, candidates.tables
@@ -149,10 +149,11 @@ class QuadIndexer(KernelIndexer):
         self,
         inputs: PrefillIndexerInputs,
         out_positions: torch.Tensor | None,
+        candidates: Candidates | None = None,
         *,
         wanted: bool = False,
     ) -> None:
-        expect_call(self, inputs, out_positions, wanted=wanted)
+        expect_call(self, inputs, out_positions, candidates, wanted=wanted)
         if inputs.num_heads > MAX_HEADS:
             most = f'at most {MAX_HEADS} heads (backend="mask" takes any number)'
             raise mismatch("index_q values", most, f"{inputs.num_heads}")

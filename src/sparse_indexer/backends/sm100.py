@@ -62,6 +62,9 @@ class Sm100Indexer:
     heads (so a sum that cancels has few bits left), dense ones likewise, but before 0.2.5 to
     float32.
 
+    On a GPU nobody looks at the page table: of a page that it lacks (see `check` of the inputs)
+    sources and full layers select nothing before all else, but consumers read some other page.
+
     DeepGEMM allocates a workspace of 8 MiB at its first call on a stream, which must not be in a
     capture: publish or select once on a stream before a graph is captured on it.
 
@@ -139,7 +142,7 @@ class Sm100Indexer:
             pages = None
         at_least = 0 if pages is None else least_bytes(plan, n, pages)
         table = self._empty_table(plan.num_rows, n)
-        needed = min(n * BLOCK_SIZE, self.topk) if together else n * BLOCK_SIZE
+        needed = self.topk if together else n * BLOCK_SIZE
         for tile in self._tiles(inputs, needed, at_least):
             self._publish(plan, tile, table, out_positions if together else None)
             del tile  # its keys, before others are gathered

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import torch
 
+from sparse_indexer.formats import power_of_two
+
 _SLICE_BITS = 21  # 2 * 21 + log2(128 dims) + log2(13 products of slices, and a carry) < 53
 _BASE = 2.0**_SLICE_BITS
 _ROWS_OF_MANY = 32  # queries at once where there are many slices, which take more temporaries
@@ -29,13 +31,13 @@ class Sliced:
         self.all_finite = bool(self.finite.all())
         rest = vectors if self.all_finite else torch.where(self.finite[:, None], vectors, 0.0)
         _, top = torch.frexp(rest.abs().amax(1, keepdim=True))
-        rest = rest * _power_of_two(_SLICE_BITS - top)
+        rest = rest * power_of_two(_SLICE_BITS - top)
         self.slices: list[torch.Tensor | None] = []  # from the largest; float32 holds 21 bits
         while rest.any():
             part = rest.trunc()
             self.slices.append(part.to(torch.float32) if part.any() else None)
             rest = rest.sub_(part).mul_(_BASE)
-        self.units = _power_of_two(top - _SLICE_BITS * len(self.slices))  # `[n, 1]`, of the last
+        self.units = power_of_two(top - _SLICE_BITS * len(self.slices))  # `[n, 1]`, of the last
 
 
 def relu_dots(queries: Sliced, keys: Sliced) -> torch.Tensor:
@@ -101,8 +103,3 @@ def _add_to_odd(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     even = (total.view(torch.int64) & 1) == 0
     toward = torch.where(error > 0, torch.inf, -torch.inf)
     return torch.where((error != 0) & even, torch.nextafter(total, toward), total)
-
-
-def _power_of_two(exponents: torch.Tensor) -> torch.Tensor:
-    """`2^exponents` float64 of int32 that need no subnormals."""
-    return ((exponents.to(torch.int64) + 1023) << 52).view(torch.float64)
