@@ -42,6 +42,7 @@ def test_a_place_is_from_the_first_to_the_last_byte() -> None:
     at = memory.data_ptr()
     assert place(memory)[:2] == (at, at + 8000)
     assert place(memory[2:4, 5:7])[:2] == (at + 820, at + 1228)
+    assert place(memory.view(torch.uint8)[1:3, 4:9])[:2] == (at + 404, at + 809)
     first, stop, tensor = place(memory[3:3])
     assert first == stop
     assert tensor.shape == (0, 100)
