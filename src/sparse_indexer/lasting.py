@@ -12,6 +12,8 @@ from contextlib import AbstractContextManager
 import torch
 
 from sparse_indexer.devices import current, is_captured
+from sparse_indexer.plan import PrefillPlan
+from sparse_indexer.protocol import Candidates
 
 
 class LastingMemory:
@@ -78,3 +80,23 @@ class Ready:
         stream.wait_event(self._event)
         for tensor in self.tensors:
             tensor.record_stream(stream)
+
+
+class RowCandidates(Candidates):
+    """Blocks, row by row."""
+
+    def __init__(
+        self, plan: PrefillPlan, table: torch.Tensor, others: Iterable[torch.Tensor] = ()
+    ) -> None:
+        """`table` is `[rows, n]` int32, contiguous: ascending block ids, then INT32_MAX.
+
+        `others` are read with it.
+        """
+        super().__init__(table, plan)
+        self.ready = Ready(plan.device, (table, *plan.tensors, *others))
+
+    @property
+    def blocks(self) -> torch.Tensor:
+        """See `Candidates.blocks`; the current stream may read them, the plan, and the others."""
+        self.ready.wait()
+        return self._blocks

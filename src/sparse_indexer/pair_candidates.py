@@ -21,9 +21,8 @@ from sparse_indexer.deep_gemm_api import (
 )
 from sparse_indexer.errors import mismatch
 from sparse_indexer.index_k import BLOCK_SIZE
-from sparse_indexer.lasting import Ready
+from sparse_indexer.lasting import RowCandidates
 from sparse_indexer.plan import PrefillPlan
-from sparse_indexer.protocol import Candidates
 from sparse_indexer.tiling import even_tiles
 
 _ROWS = 8  # a tile's rows are a multiple
@@ -47,26 +46,14 @@ class Schedules(NamedTuple):
     tiles: list[ScheduledTile]
 
 
-class PairCandidates(Candidates):
+class PairCandidates(RowCandidates):
     """Blocks, row by row, and how DeepGEMM scores them."""
 
     def __init__(self, plan: PrefillPlan, table: torch.Tensor, schedules: Schedules | None) -> None:
-        """`table` is `[rows, n]` int32, contiguous: ascending block ids, then INT32_MAX."""
-        super().__init__(table, plan)
-        self.schedules = schedules  # None: the source's keys cannot be scored as candidates
+        """`schedules`: `None` if the source's keys cannot be scored as candidates."""
+        self.schedules = schedules
         tiles = [] if schedules is None else schedules.tiles
-        metadata = (tile.metadata for tile in tiles)
-        self.ready = Ready(plan.device, (table, *plan.tensors, *metadata))
-
-    @property
-    def blocks(self) -> torch.Tensor:
-        """See `Candidates.blocks`."""
-        self.wait()
-        return self._blocks
-
-    def wait(self) -> None:
-        """Let the current stream read the table, the plan and the schedules."""
-        self.ready.wait()
+        super().__init__(plan, table, (tile.metadata for tile in tiles))
 
     def tiles_for(
         self, plan: PrefillPlan, pages: Pages, *, budget: int, num_sms: int

@@ -17,7 +17,7 @@ from sparse_indexer.gemm_scoring import GemmTile, gemm_tiles
 from sparse_indexer.index_k import BLOCK_SIZE
 from sparse_indexer.inputs import PrefillIndexerInputs
 from sparse_indexer.jit.kernel import Kernel, all_kernels
-from sparse_indexer.lasting import Ready
+from sparse_indexer.lasting import RowCandidates
 from sparse_indexer.ops.topk import topk
 from sparse_indexer.plan import HostInts, PrefillPlan
 from sparse_indexer.protocol import (
@@ -31,19 +31,8 @@ from sparse_indexer.protocol import (
 _KERNELS = ("block_keys", "index_k", "relu_head_sum", "topk")
 
 
-class GemmCandidates(Candidates):
-    """Blocks, row by row."""
-
-    def __init__(self, plan: PrefillPlan, table: torch.Tensor) -> None:
-        """`table` is `[rows, n]` int32: ascending block ids, then INT32_MAX."""
-        super().__init__(table, plan)
-        self.ready = Ready(plan.device, (table, *plan.tensors))
-
-    @property
-    def blocks(self) -> torch.Tensor:
-        """See `Candidates.blocks`; the current stream may read them, and the plan."""
-        self.ready.wait()
-        return self._blocks
+class GemmCandidates(RowCandidates):
+    """Which route published them; see `Sm70Indexer`."""
 
 
 class GemmIndexer(KernelIndexer):
