@@ -12,11 +12,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from jit_support import needs_gxx
 
 from sparse_indexer.jit import warmup
 from sparse_indexer.jit.compilers import find_host_compiler
-
-pytestmark = pytest.mark.gpu
 
 TESTS = Path(__file__).parent
 # Of a pytest that runs this one; expandable segments are of no context.
@@ -38,18 +37,54 @@ torch.cuda.synchronize(1)
 """
 
 
+# Wraps a function of the C library, as others do that are preloaded.
+WRAPPER = """
+#include <clocale>
+#include <cstdio>
+#include <dlfcn.h>
+extern "C" char* setlocale(int category, const char* locale) noexcept {
+  auto next = reinterpret_cast<decltype(&setlocale)>(dlsym(RTLD_NEXT, "setlocale"));
+  std::puts(next == setlocale ? "itself" : "the next one");
+  return next == setlocale ? nullptr : next(category, locale);
+}
+"""
+PROGRAM = '#include <clocale>\nint main() { return setlocale(LC_ALL, "C") == nullptr; }'
+
+
+def compiled(source: Path, out: Path, *flags: str) -> Path:
+    compiler = find_host_compiler()
+    assert compiler is not None
+    command = [*compiler.command, "-std=c++17", "-O2", str(source), *flags]
+    subprocess.run([*command, "-ldl", "-lpthread", "-o", str(out)], check=True)
+    return out
+
+
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("library") / "one_gpu_as_two.so"
+    return compiled(TESTS / "jit_csrc" / "one_gpu_as_two.cc", out, "-shared", "-fPIC")
+
+
+@pytest.fixture(scope="module")
+def library(built: Path) -> Path:
     if not hasattr(ctypes.CDLL("libcuda.so.1"), "cuKernelGetParamInfo"):
         pytest.skip("needs a driver for CUDA 12.4")
     warmup("cuda:0")
-    compiler = find_host_compiler()
-    assert compiler is not None
-    out = tmp_path_factory.mktemp("library") / "one_gpu_as_two.so"
-    source = TESTS / "jit_csrc" / "one_gpu_as_two.cc"
-    flags = ["-std=c++17", "-O2", "-shared", "-fPIC", "-ldl", "-lpthread"]
-    subprocess.run([*compiler.command, str(source), *flags, "-o", str(out)], check=True)
-    return out
+    return built
+
+
+@needs_gxx
+def test_what_else_is_preloaded_finds_what_it_wraps(built: Path, tmp_path: Path) -> None:
+    (tmp_path / "wrapper.cc").write_text(WRAPPER)
+    (tmp_path / "program.cc").write_text(PROGRAM)
+    wrapper = compiled(tmp_path / "wrapper.cc", tmp_path / "wrapper.so", "-shared", "-fPIC")
+    program = compiled(tmp_path / "program.cc", tmp_path / "program")
+    for order in ([wrapper], [built, wrapper], [wrapper, built]):
+        preload = " ".join(map(str, order))
+        done = subprocess.run(
+            [program], env={"LD_PRELOAD": preload}, capture_output=True, text=True
+        )
+        assert (done.returncode, done.stdout) == (0, "the next one\n")
 
 
 def run(library: Path, log: Path, *arguments: str) -> tuple[str, list[str]]:
@@ -65,6 +100,7 @@ def run(library: Path, log: Path, *arguments: str) -> tuple[str, list[str]]:
     return output, log.read_text().splitlines()
 
 
+@pytest.mark.gpu
 def test_a_mistake_is_found(library: Path, tmp_path: Path) -> None:
     output, log = run(library, tmp_path / "log", "-c", MISTAKE)
     assert "1000.0 1000.0 0" in output
@@ -74,6 +110,7 @@ def test_a_mistake_is_found(library: Path, tmp_path: Path) -> None:
     assert any("elementwise" in line for line in wrong)  # as torch does
 
 
+@pytest.mark.gpu
 def test_all_that_needs_two_gpus(library: Path, tmp_path: Path) -> None:
     options = ["-q", "-m", "two_gpus", "-p", "no:cacheprovider", "-p", "no:benchmark"]
     output, log = run(library, tmp_path / "log", "-m", "pytest", str(TESTS), *options)
