@@ -122,7 +122,7 @@ def test_all_tensors_of_the_cpu(name: str, message: str) -> None:
 NO_TENSORS = {
     "list": ([1, 2], "a list"),
     "str": ("keys", "'keys'"),
-    "object": (object(), "a object"),
+    "object": (object(), "an object"),
     "of another library": (SimpleNamespace(device=1.5), "a SimpleNamespace"),
     "array": (np.zeros((2, 8), np.int32), "[2, 8] int32, a numpy array"),
     "array of objects": (np.array([None]), "[1] object, a numpy array"),
