@@ -90,6 +90,19 @@ def test_no_method_synchronizes() -> None:
         assert tail_out.shape[0] == tail.num_rows
 
 
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_write_to_a_pool_does_not_synchronize(fmt: str) -> None:
+    x = torch.randn(5, 128, generator=torch.Generator().manual_seed(0))
+    slots = torch.tensor([-1, 9, 700, 3, -2], dtype=torch.int32)
+    pools = [IndexKPool.empty(3, 64, fmt, device=device) for device in ("cpu", "cuda:0")]
+    pools[0].write(slots[[1, 3]], x[[1, 3]])
+    there, rows, none = slots.cuda(), x.cuda(), torch.full((5,), -1, device="cuda:0")
+    with no_synchronization():
+        pools[1].write(there, rows)
+        pools[1].write(none, rows)
+    assert torch.equal(pools[0].pages, pools[1].pages.cpu())
+
+
 def test_the_callers_arrays_may_change_at_once() -> None:
     positions = np.full(1 << 16, 700, np.int32)
     torch.cuda._sleep(200_000_000)  # the copy waits behind this
