@@ -446,6 +446,17 @@ def test_kernels_that_are_not_for_an_architecture_are_named(
     assert text_of(console).splitlines()[-1] == "not for sm_80: scale"
 
 
+def test_doctor_says_once_that_a_cache_cannot_be_written(
+    tmp_path: Path, toolkit: FakeToolkit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("SPARSE_INDEXER_CACHE_DIR", "/proc/self/cache")
+    lines = doctor.report()
+    (fault,) = (text for subject, text in lines if subject == "cache")
+    assert fault.startswith("the cache folder /proc/self/cache cannot be written (")
+    assert ("set", "SPARSE_INDEXER_CACHE_DIR=/proc/self/cache") in lines
+
+
 def test_doctor_says_what_variables_should_be(
     root: Path, toolkit: FakeToolkit, monkeypatch: pytest.MonkeyPatch
 ) -> None:

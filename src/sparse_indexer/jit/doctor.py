@@ -98,8 +98,7 @@ def report(capabilities: Sequence[tuple[int, int]] = ()) -> list[tuple[str, str]
         lines.append(("cache", place.fault or str(writable)))
     notes = {root: read_only_note(root) for root in read_only}
     lines += [("cache", f"{root}, {note}") for root, note in notes.items()]
-    faults = [place.fault] if place.fault else []
-    faults += [f"{root} is {note}" for root, note in notes.items() if note != "read-only"]
+    faults = [f"{root} is {note}" for root, note in notes.items() if note != "read-only"]
     for name, value in sorted(os.environ.items()):
         if name.startswith("SPARSE_INDEXER_") and value:
             fault = "; ".join(faults) if name == _FOLDERS else _fault(name, value)
