@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 
 
-def named_budget(call: Callable[[], object]) -> int:
-    """Bytes that a call with too few of them asks for."""
-    message = r"^memory_budget: expected at least (\d+) bytes, got \d+$"
+def named_budget(call: Callable[[], object], given: int) -> int:
+    """Bytes that a call asks for which was given fewer."""
+    message = rf"^memory_budget: expected at least (\d+) bytes, got {given}$"
     with pytest.raises(ValueError, match=message) as caught:
         call()
     found = re.match(message, str(caught.value))

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sm100 backend, its DeepGEMM emulated, what that was called with, and what is expected."""
 
+import copy
+import pickle
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, NamedTuple
 from weakref import ref
 
+import pytest
 import torch
 
 from sparse_indexer import Candidates, PrefillIndexerInputs
@@ -25,6 +28,9 @@ from sparse_indexer.testing import (
 from sparse_indexer.testing.check import Report, check_backend
 from sparse_indexer.testing.deep_gemm import DeepGemmEmulator, OlderDeepGemmEmulator
 
+COPIES = pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda of: pickle.loads(pickle.dumps(of))], ids=["copy", "pickle"]
+)
 EMULATORS = {"0.2.5": DeepGemmEmulator, "older": OlderDeepGemmEmulator}
 POISON = 7
 

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Outputs in the memory of what is read."""
 
-import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from sm100_support import exact_layers, mask, sm100
+from sm100_support import COPIES, exact_layers, mask, sm100
 
 from sparse_indexer.aliasing import place, shares_memory
 
@@ -79,7 +77,7 @@ def test_positions_are_not_written_into_what_is_read(make: Callable[[], Any]) ->
     assert len(plan.places) == len(plan.tensors) == 4
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda of: pickle.loads(pickle.dumps(of))])
+@COPIES
 def test_copies_of_candidates_have_places_of_their_own(copied: Callable[[Any], Any]) -> None:
     source, consumer = exact_layers([[700 - i for i in range(16)]])
     indexer = mask()

@@ -118,7 +118,8 @@ def expect_pairs(spy: Spy, inputs: PrefillIndexerInputs, *, pairs: int) -> None:
 def test_interleaved_rows_whose_keys_are_held_few_requests_at_a_time(version: str) -> None:
     starts = [5, 700, 9000, 70_000, 80_000, 90_000, 100_000]
     layers = exact_layers(request_of_row=INTERLEAVED, request_starts=starts)
-    least = named_budget(partial(sm100(version, memory_budget=1).publish_prefill, layers[0]))
+    poor = sm100(version, memory_budget=1)
+    least = named_budget(partial(poor.publish_prefill, layers.source), 1)
     spy = Spy(version)
     small = sm100(version, deep_gemm=spy, memory_budget=least)
     assert same(run(small, *layers), run(mask(), *layers))
@@ -134,8 +135,8 @@ def test_interleaved_rows_that_need_no_logits(version: str) -> None:
     layers = exact_layers(lens, request_of_row=of_row, page_size=128)
     want, poor = run(mask(), *layers), sm100(version, memory_budget=1)
     least = max(
-        named_budget(partial(poor.publish_prefill, layers.source)),
-        named_budget(partial(poor.topk_prefill, layers.source, torch.empty_like(want.own))),
+        named_budget(partial(poor.publish_prefill, layers.source), 1),
+        named_budget(partial(poor.topk_prefill, layers.source, torch.empty_like(want.own)), 1),
     )
     assert same(run(sm100(version, memory_budget=least), *layers), want)
 
@@ -301,8 +302,8 @@ def test_the_least_budget_works(version: str, method: str) -> None:
         else:
             indexer.topk_prefill(source, out)
 
-    least = named_budget(partial(call, 1))
-    assert named_budget(partial(call, least - 1)) == least
+    least = named_budget(partial(call, 1), 1)
+    assert named_budget(partial(call, least - 1), least - 1) == least
     call(least)
 
 
@@ -378,7 +379,7 @@ def test_a_budget_that_cannot_schedule_is_refused_before_anything_is_scored(vers
     source, _ = random_layers([[200 + i for i in range(8)]])
     spy = Spy(version)
     refused = sm100(version, memory_budget=70_000, deep_gemm=spy)
-    least = named_budget(partial(refused.publish_prefill, source))
+    least = named_budget(partial(refused.publish_prefill, source), 70_000)
     assert not spy.calls
     sm100(version, memory_budget=least, deep_gemm=spy).publish_prefill(source)
     assert {name for name, _ in spy.calls} >= {"fp8_fp4_mqa_logits", "schedule"}

@@ -15,7 +15,17 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from sm100_support import EMULATORS, POISON, exact_layers, mask, random_layers, run, same, sm100
+from sm100_support import (
+    COPIES,
+    EMULATORS,
+    POISON,
+    exact_layers,
+    mask,
+    random_layers,
+    run,
+    same,
+    sm100,
+)
 
 from sparse_indexer import (
     BackendUnavailable,
@@ -444,7 +454,7 @@ def test_the_stride_of_a_lone_row_does_not_matter(version: str) -> None:
     assert same(run(sm100(version), *parts), want)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda of: pickle.loads(pickle.dumps(of))])
+@COPIES
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_copy_reads_the_pool_of_now(version: str, copied: Callable[[Any], Any]) -> None:
     source, consumer = exact_layers([[700 - i for i in range(16)]])

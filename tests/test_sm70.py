@@ -84,9 +84,9 @@ def smallest_budget(both: Layers) -> int:
     poor, out = Sm70Indexer(DEVICE, **OPTIONS, memory_budget=1), poisoned(source, 64)
     candidates = Sm70Indexer(DEVICE, **OPTIONS).publish_prefill(source)
     return max(
-        named_budget(lambda: poor.publish_prefill(source, out)),
-        named_budget(lambda: poor.select_prefill(candidates, consumer, out)),
-        named_budget(lambda: poor.topk_prefill(consumer, out)),
+        named_budget(lambda: poor.publish_prefill(source, out), 1),
+        named_budget(lambda: poor.select_prefill(candidates, consumer, out), 1),
+        named_budget(lambda: poor.topk_prefill(consumer, out), 1),
     )
 
 

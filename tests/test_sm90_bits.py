@@ -184,7 +184,8 @@ def test_a_budget_too_small_is_refused_and_the_named_one_works(
     form: KeyFormat, contexts: str, method: str
 ) -> None:
     both, call = layers(CONTEXTS[contexts], form), METHODS[method]
-    least = named_budget(lambda: call(sm90(**OPTIONS, memory_budget=1), both))
-    assert named_budget(lambda: call(sm90(**OPTIONS, memory_budget=least - 1), both)) == least
+    least = named_budget(lambda: call(sm90(**OPTIONS, memory_budget=1), both), 1)
+    less = sm90(**OPTIONS, memory_budget=least - 1)
+    assert named_budget(lambda: call(less, both), least - 1) == least
     call(sm90(**OPTIONS, memory_budget=least), both)
     assert least < 2 * MiB

@@ -34,7 +34,7 @@ MAKE: dict[str, Callable[[str], CandidateIndexer]] = {
     "sm90": lambda device: Sm90Indexer(device, topk=64, topk_blocks=100),
     "sm70": lambda device: Sm70Indexer(device, topk=64, topk_blocks=100, route="fused"),
     "sm70, gemm": lambda device: Sm70Indexer(device, topk=64, topk_blocks=100, route="gemm"),
-    "mask": lambda device: make_candidate_indexer(device, topk=64, topk_blocks=100, backend="mask"),
+    "mask": lambda device: MaskIndexer(device, topk=64, topk_blocks=100),
 }
 SM90 = pytest.param("sm90", marks=needs_hopper)
 
@@ -62,11 +62,11 @@ def test_a_backend(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", [SM90, "mask"])
 def test_the_conformance_kit(name: str) -> None:
-    make = {"sm90": Sm90Indexer, "mask": MaskIndexer}[name]
     tolerance = 5e-4 if name == "sm90" else 5e-6
-    indexer = make("cuda:1", topk=8, topk_blocks=12)
+    indexer = make_candidate_indexer("cuda:1", topk=8, topk_blocks=12, backend=name)
     report = check_backend(indexer, formats=["fp4", "bf16"], tolerance=tolerance)
     report.raise_if_failed()
+    assert report.backend == name
     assert report.selecting_rows > 40
     assert torch.cuda.current_device() == 0
 

@@ -195,6 +195,7 @@ class IndexKPool(msgspec.Struct, frozen=True, eq=False, dict=True, weakref=True)
         # Counting what is kept would be a synchronization. Instead what is skipped writes, once
         # more, what one of the others writes; if there are none, what is there.
         kept = (slots >= 0) & (slots < total)
+        any_kept = kept.any()
         one = kept.to(torch.uint8).argmax(0, keepdim=True)
         source = torch.where(kept, torch.arange(len(slots), device=device), one)
         places = torch.index_select(slots, 0, source).long().clamp_(0, total - 1)
@@ -205,7 +206,7 @@ class IndexKPool(msgspec.Struct, frozen=True, eq=False, dict=True, weakref=True)
             pairs.append((scales, stored.scales[:, None].view(torch.uint8)))
         for held, new in pairs:
             new = torch.index_select(new, 0, source)
-            held[page, offset] = torch.where(kept.any(), new, held[page, offset])
+            held[page, offset] = torch.where(any_kept, new, held[page, offset])
 
     @functools.cached_property
     def _views(self) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -27,21 +27,23 @@ std::atomic<long> launches{0}, pointers{0};
   std::abort();
 }
 
-// That of the C library.
-void* (*real_dlsym)(void*, const char*) noexcept = nullptr;
+using Dlsym = void* (*)(void*, const char*) noexcept;
 
-void find_dlsym() noexcept {
-  for (const char* version : {"GLIBC_2.34", "GLIBC_2.17", "GLIBC_2.2.5"}) {
-    if (real_dlsym == nullptr) {
-      real_dlsym = reinterpret_cast<decltype(real_dlsym)>(dlvsym(RTLD_NEXT, "dlsym", version));
+// The C library's.
+Dlsym real_dlsym() noexcept {
+  static const Dlsym found = [] {
+    void* function = nullptr;
+    for (const char* version : {"GLIBC_2.34", "GLIBC_2.17", "GLIBC_2.2.5"}) {
+      if (function == nullptr) function = dlvsym(RTLD_NEXT, "dlsym", version);
     }
-  }
-  if (real_dlsym == nullptr) fail("dlsym");
+    if (function == nullptr) fail("dlsym");
+    return reinterpret_cast<Dlsym>(function);
+  }();
+  return found;
 }
 
 void* find(void* library, const char* name) {
-  if (real_dlsym == nullptr) find_dlsym();
-  void* function = library == nullptr ? nullptr : real_dlsym(library, name);
+  void* function = library == nullptr ? nullptr : real_dlsym()(library, name);
   if (function == nullptr) fail(name);
   return function;
 }
@@ -269,9 +271,7 @@ extern "C" {
 // The last call is a jump, so that the C library sees who asks for RTLD_NEXT.
 void* dlsym(void* library, const char* name) noexcept {
   void* ours = std::strncmp(name, "cu", 2) == 0 ? replaced(name) : nullptr;
-  if (ours != nullptr) return ours;
-  if (real_dlsym == nullptr) find_dlsym();
-  return real_dlsym(library, name);
+  return ours != nullptr ? ours : real_dlsym()(library, name);
 }
 
 int cudaGetDeviceCount(int* count) {

@@ -62,8 +62,8 @@ class Sm100Indexer:
     heads (so a sum that cancels has few bits left), dense ones likewise, but before 0.2.5 to
     float32.
 
-    On a GPU nobody looks at the page table: of a page that it lacks (see `check` of the inputs)
-    sources and full layers select nothing before all else, but consumers read some other page.
+    On a GPU nobody looks at the page table: a slot that is used and names no page of the pool (see
+    `PrefillIndexerInputs.check`) is NaN to sources and full layers; consumers read another page.
 
     DeepGEMM allocates a workspace of 8 MiB at its first call on a stream, which must not be in a
     capture: publish or select once on a stream before a graph is captured on it.
